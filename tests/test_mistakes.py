@@ -68,7 +68,8 @@ MISTAKES = {
     "a key that verl adds": Mistake("+trainer.total_epochs=3", "did you mean 'train.epochs'?"),
     "adapters alone through a router": Mistake(
         "adapters.rank=4 adapters.merge=false rollout.engine=sglang sglang.router_url=http://a:1",
-        "with sglang.router_url=http://a:1; set adapters.merge=true, or sglang.router_url=''",
+        "with sglang.router_url=http://a:1; set adapters.merge=true, or leave sglang."
+        "router_url out",
     ),
     "an option of slime": Mistake(
         "--rollout-batch-size 32", "it is a setting here: write rollout.rollout_batch_size=32"

@@ -149,7 +149,12 @@ class AdaptersConfig:
     which is the base model."""
     merge: bool = True
     """Whether engines receive weights with the adapters merged in; false gives them the base and
-    the adapters apart, which they apply without rounding (SGLang servers receive the base once)."""
+    the adapters apart, which they apply without rounding any weight."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether engines get adapters apart from the weights."""
+        return self.rank > 0 and not self.merge
 
     @property
     def target_names(self) -> set[str]:

@@ -70,6 +70,7 @@ def check(config: Config) -> None:
         _check_policy,
         _check_reference,
         _check_adapters,
+        _check_adapters_apart,
         _check_asynchrony,
         _check_kept_caches,
         _check_data,
@@ -157,22 +158,21 @@ def _check_adapters(config: Config) -> None:
                 f"policy.{field}={value} is not supported with adapters.rank={adapters.rank}; set "
                 f"policy.{field}=none"
             )
-    _check_unmerged(config)
 
 
-def _check_unmerged(config: Config) -> None:
+def _check_adapters_apart(config: Config) -> None:
     rollout, servers = config.rollout, config.sglang
-    if config.adapters.merge or not config.adapters.rank:
+    if not config.adapters.apart:
         return
-    for name, value, needed in (
+    for name, value, plain in (
         ("rollout.cache_over_versions", rollout.cache_over_versions, "recomputed"),
-        ("sglang.router_url", servers.router_url or "''", "''"),
+        ("sglang.router_url", servers.router_url, ""),
         ("sglang.weights", servers.weights, "policy"),
     ):
-        if value != needed:
+        if value != plain:
             raise UserError(
                 f"adapters.merge=false is not supported with {name}={value}; set "
-                f"adapters.merge=true, or {name}={needed}"
+                f"adapters.merge=true, or leave {name} out"
             )
 
 

@@ -177,10 +177,10 @@ def make_plan(
 
 def _served_adapters(config: Config, stages: Sequence[RankCounts]) -> float:
     """Bytes of the adapters that engines apply; 0 where they get merged weights."""
-    if config.adapters.merge or not config.adapters.rank:
+    if not config.adapters.apart:
         return 0.0
     numbers = sum(adapter_work(one, config.adapters, 0) for one in stages)
-    return float(numbers * (4 if config.policy.dtype == "fp32" else 2))
+    return float(numbers * ELEMENT[config.policy.dtype])
 
 
 def _reference(

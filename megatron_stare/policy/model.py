@@ -83,7 +83,7 @@ class PolicyModel:
 
     def served_weights(self) -> hf_weights.HFWeights | AdaptedWeights:
         """`weights` as engines get them: with adapters.merge=false the adapters are apart."""
-        if self.adapters.merge or not self.adapters.rank:
+        if not self.adapters.apart:
             return self.weights()
         return AdaptedWeights(dataclasses.replace(self.weights(), merged=False), self.adapters)
 

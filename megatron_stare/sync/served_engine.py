@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, EngineError, UserError
 from megatron_stare.policy.adapters.attach import AdaptedWeights
-from megatron_stare.policy.adapters.peft_files import served_config
+from megatron_stare.policy.adapters.peft_files import peft_config
 from megatron_stare.policy.build import read_hf_config
 from megatron_stare.policy.huggingface.files import copy_companions
 from megatron_stare.policy.huggingface.fp8_weights import (
@@ -377,7 +377,9 @@ def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
             "convert it hf-to-megatron and back, which gives bf16, or set sglang.weights=fp8"
         )
     fp32_logits = config.policy.fp32_logits and config.policy.dtype != "fp32"
-    adapters = served_config(read_hf_config(checkpoint), config.adapters, checkpoint)
+    adapters: dict[str, Any] = {}
+    if config.adapters.apart:
+        adapters = peft_config(read_hf_config(checkpoint), config.adapters, checkpoint)
     served = (content, routed, fp32_logits, encoded, start, adapters)
     return Model(checkpoint, dtype, tokenizer, stops, *served)
 

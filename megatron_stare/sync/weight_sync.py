@@ -12,8 +12,9 @@ Every transport has one order: start the update, send every bucket, finish, comp
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,18 @@ class SyncSeconds(dict[str, float]):
         return {f"sync_seconds_{part}": seconds for part, seconds in self.items()}
 
 
+@contextlib.contextmanager
+def _updating(servers: Sequence[Server]) -> Iterator[None]:
+    """Meanwhile these servers load weights, and may be silent."""
+    for server in servers:
+        server.updating = True
+    try:
+        yield
+    finally:
+        for server in servers:
+            server.updating = False
+
+
 class WeightSync:
     """Sends a whole stream of weights to servers of the pool and verifies what arrived.
     Runs on rank 0.
@@ -82,7 +95,9 @@ class WeightSync:
         }
         self.transport = transports[settings.sync_method]()
         self._seconds: dict[str, float] = {}
-        self._changes = None if self.transport.counts_changes else ChangeSampler()
+        samples = not self.transport.counts_changes and not pool.model.adapters
+        self._changes = ChangeSampler() if samples else None
+        self._base_seconds = SyncSeconds()  # of a base that waits for its adapters
 
     def send(
         self,
@@ -97,36 +112,34 @@ class WeightSync:
         EngineError or ServerFault: a server failed; WeightMismatch: it holds other weights now. A
         server with a kept cache then stays paused: its requests must see no half of an update.
         """
-        for server in servers:
-            server.updating = True
-        try:
-            if self.pool.keeps_cache:  # requests in flight stay where they are
-                self._all(servers, lambda server: server.client.pause())
-            begin = encoding.seconds if encoding else 0.0
-            parts = self._send(buckets, servers)
-            if encoding:  # a part of the wait for the next bucket
-                parts["encode"] = encoding.seconds - begin
-                parts["gather"] -= parts["encode"]
-            self._seconds = parts.metrics()
-            if self.pool.keeps_cache:
-                self._all(servers, lambda server: server.resume())
-        except Exception as error:
-            self.transport.abandon(error)
-            clear_frames(error)
-            raise
-        finally:
+        with _updating(servers):
+            try:
+                if self.pool.keeps_cache:  # requests in flight stay where they are
+                    self._all(servers, lambda server: server.client.pause())
+                begin = encoding.seconds if encoding else 0.0
+                parts = self._send(buckets, servers)
+                if encoding:  # a part of the wait for the next bucket
+                    parts["encode"] = encoding.seconds - begin
+                    parts["gather"] -= parts["encode"]
+                if self.pool.keeps_cache:
+                    self._all(servers, lambda server: server.resume())
+            except Exception as error:
+                self.transport.abandon(error)
+                clear_frames(error)
+                raise
+        if self.pool.model.adapters:
+            self._base_seconds = parts
             for server in servers:
-                server.updating = False
-        for server in servers:
-            server.has_base = True
-        if not self.pool.model.adapters:
-            self.pool.note_loaded(servers)
+                server.has_base = True
+        else:
+            self._ended(parts, servers)
 
     def send_adapters(self, tensors: NamedTensors, servers: Sequence[Server]) -> None:
         """Replace the adapters of these servers, which hold the base, under the tag that the pool
         expects. EngineError or ServerFault: a server failed.
         """
-        parts, settings = SyncSeconds(), self.settings
+        parts, settings = self._base_seconds, self.settings
+        self._base_seconds = SyncSeconds()
         content: dict[str, Any] = {"config_dict": dict(self.pool.model.adapters)}
         if settings.verify_weights:  # a server that got others ends
             sums = {name: parts("hash", digest, bytes_of(each)) for name, each in tensors}
@@ -138,13 +151,11 @@ class WeightSync:
             rest = {"load_format": "flattened_bucket", "serialized_named_tensors": of_ranks}
             return server.client.load_adapters(self.pool.tag, content | rest, settings.sync_timeout)
 
-        for server in servers:
-            server.updating = True
-        try:
+        with _updating(servers):
             parts("send", self._all, servers, load)
-        finally:
-            for server in servers:
-                server.updating = False
+        self._ended(parts, servers)
+
+    def _ended(self, parts: SyncSeconds, servers: Sequence[Server]) -> None:
         self._seconds = parts.metrics()
         self.pool.note_loaded(servers)
 

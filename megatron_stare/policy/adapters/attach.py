@@ -22,8 +22,8 @@ from megatron_stare.policy.adapters.peft_files import (
     SIDES,
     PeftDirectory,
     Projection,
+    check_apart,
     projections,
-    served_config,
 )
 from megatron_stare.policy.huggingface.families import megatron_fields
 from megatron_stare.policy.huggingface.names import ParameterMapping
@@ -57,7 +57,8 @@ def check(hf: PretrainedConfig, settings: AdaptersConfig, policy: PolicyConfig) 
             "experts, whose adapters need them whole; set policy.expert_tensor_parallel_size=1, or "
             "adapters.experts=none"
         )
-    served_config(hf, settings, "")
+    if settings.apart:
+        check_apart(hf, settings)
     if settings.start:
         PeftDirectory(Path(settings.start)).check(hf, settings)
 
@@ -227,10 +228,10 @@ def whole_adapters(
 
 
 def _whole(parameter: Any, group: dist.ProcessGroup) -> Tensor:
-    """A copy of the whole parameter, of which each rank of the group may hold a part."""
+    """The whole parameter, of which each rank of the group may hold a part."""
     shard = parameter.detach().contiguous()
     if not getattr(parameter, "tensor_model_parallel", False):
-        return shard.clone()
+        return shard
     shards = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shards, shard, group=group)
     return torch.cat(shards, dim=parameter.partition_dim)

@@ -83,9 +83,9 @@ def projections(hf: PretrainedConfig, settings: AdaptersConfig) -> list[Projecti
     return [each for each in found if each.target in settings.target_names]
 
 
-def peft_config(found: list[Projection], settings: AdaptersConfig, base: str) -> dict[str, Any]:
-    """The content of adapter_config.json for adapters of these projections."""
-    alpha = settings.alpha
+def peft_config(hf: PretrainedConfig, settings: AdaptersConfig, base: str) -> dict[str, Any]:
+    """The content of adapter_config.json."""
+    alpha, found = settings.alpha, projections(hf, settings)
     return {name: values[0] for name, values in _PLAIN.items()} | {
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -97,22 +97,16 @@ def peft_config(found: list[Projection], settings: AdaptersConfig, base: str) ->
     }
 
 
-def served_config(hf: PretrainedConfig, settings: AdaptersConfig, base: str) -> dict[str, Any]:
-    """adapter_config.json of adapters that servers apply; {} where they receive merged weights.
-    UserError: servers would not apply all of them.
-    """
-    if settings.merge or not settings.rank:
-        return {}
-    found = projections(hf, settings)
-    sparse = any(entry.expert is not None for entry in name_table(hf))
-    for each in found:
-        if each.leaf in _LATENT or (sparse and each.fused.startswith("mlp.")):
+def check_apart(hf: PretrainedConfig, settings: AdaptersConfig) -> None:
+    """UserError: engines do not apply adapters of all these projections."""
+    has_experts = any(entry.expert is not None for entry in name_table(hf))
+    for each in projections(hf, settings):
+        if each.leaf in _LATENT or (has_experts and each.fused.startswith("mlp.")):
             raise UserError(
                 "adapters.merge=false is not supported for latent attention and for feed-forward "
                 f"layers of models with experts, and {each.weight} has an adapter; set "
                 "adapters.merge=true, or adapters.targets without it"
             )
-    return peft_config(found, settings, base)
 
 
 def write(
@@ -124,10 +118,9 @@ def write(
     read: Callable[[str], Tensor],
 ) -> dict[str, str]:
     """Write PEFT's two files; {weight file: SHA-256}. `read(key)` gives a whole A or B."""
-    found = projections(hf, settings)
-    content = peft_config(found, settings, base)
+    content = peft_config(hf, settings, base)
     (directory / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    every = [(each, side) for each in found for side in SIDES]
+    every = [(each, side) for each in projections(hf, settings) for side in SIDES]
     every.sort(key=lambda pair: pair[0].name(pair[1]))
     shapes = {each.name(side): (each.shape_of(side, settings.rank), dtype) for each, side in every}
     tensors = (read(each.key(side)).to(dtype) for each, side in every)

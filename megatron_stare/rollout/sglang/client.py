@@ -93,7 +93,7 @@ class ServerInfo:
     hidden_states: bool = False  # started with --enable-return-hidden-states
     fp32_logits: bool = False  # started with --enable-fp32-lm-head
     adapter_rank: int = 0  # the highest of adapters that it serves
-    adapts: frozenset[str] = frozenset()  # the projections whose adapters it serves
+    adapter_targets: frozenset[str] = frozenset()  # the projections whose adapters it serves
     speculation: str = ""  # how it drafts tokens
     accept_threshold: float = 1.0  # the lowest; below 1 speculation is not exact
 
@@ -158,7 +158,7 @@ class SGLangClient:
                 hidden_states=bool(server.get("enable_return_hidden_states")),
                 fp32_logits=bool(server.get("enable_fp32_lm_head")),
                 adapter_rank=int(server.get("max_lora_rank") or 0),
-                adapts=frozenset(server.get("lora_target_modules") or ()),
+                adapter_targets=frozenset(server.get("lora_target_modules") or ()),
                 speculation=str(server.get("speculative_algorithm") or "").lower(),
                 accept_threshold=min(
                     float(server.get(f"speculative_accept_threshold_{kind}", 1.0))

@@ -246,7 +246,7 @@ class SGLangPool:
                     server.limits.vocab_size,
                     self.settings.request_timeout,
                     hidden,
-                    server.weights if self.model.adapters else "",
+                    server.adapters,
                 )
                 found.setdefault(server.name, []).append(read)
         return found

@@ -30,7 +30,7 @@ DRAFTS = ("drafts", "drafts_accepted")  # counts of draft tokens
 PART_SECONDS = 5.0
 # A server ignores an abort that overtakes its request: the abort is repeated.
 _REPEAT_SECONDS = 0.1
-_NO_ADAPTERS = "LoRA adapter"  # of a server that lost them, perhaps by a restart
+_NO_ADAPTERS = "LoRA adapter"  # in the refusal of a server that has none of the requested name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -282,9 +282,8 @@ class RequestRunner:
         )
         affinity = "-".join(map(str, prefix_of(request))) if self.router is not None else ""
         key = server.weights if self.admission.keeps_cache else ""
-        adapters = server.weights if self.model.adapters else ""
         asking = asyncio.create_task(
-            client.generate(request, params, stops, received, rid, affinity, key, adapters)
+            client.generate(request, params, stops, received, rid, affinity, key, server.adapters)
         )
         streams = bool(client.stream_interval)
         inflight = InflightRequest(server, rid, asking, request.seed, streams)

@@ -198,6 +198,11 @@ class Server:
         self.state = found or (State.PAUSED if self.state is State.PAUSED else State.READY)
         return self.state
 
+    @property
+    def adapters(self) -> str:
+        """The name of the adapters that a request must ask for; "" where weights are merged."""
+        return self.weights if self.model.adapters else ""
+
     def doubt(self) -> None:
         """It may hold anything: all weights must be sent again before it is asked."""
         self.weights, self.has_base = "", False
@@ -346,7 +351,7 @@ def check_modes(url: str, info: ServerInfo, model: Model, settings: SGLangConfig
         )
     ours = model.adapters
     if ours and not (
-        info.adapter_rank >= ours["r"] and info.adapts.issuperset(ours["target_modules"])
+        info.adapter_rank >= ours["r"] and info.adapter_targets.issuperset(ours["target_modules"])
     ):
         raise UserError(
             f"{url} does not serve these adapters, as adapters.merge=false needs; start it with "

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_stare.config import Config, EngineError, UserError, override
@@ -22,6 +21,7 @@ from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.adapters.attach import adapters_of, whole_adapters
+from megatron_stare.policy.conversion.convert import export_hf
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
@@ -74,12 +74,7 @@ class Served:
         futures = self.engine.submit(asked, PLAIN)
         self.engine.wait(futures)
         merged = self.directory / f"merged_{self.version}"
-        if not merged.is_dir():
-            merged.mkdir()
-            weights = {name: tensor.contiguous() for name, tensor in self.model.weights()}
-            save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
-            start = Path(self.model.hf_checkpoint)
-            (merged / "config.json").write_text((start / "config.json").read_text())
+        export_hf(self.model, Path(self.model.hf_checkpoint), merged)
         rollouts = [future.result() for future in futures]
         assert {rollout.weight_version for rollout in rollouts} == {self.version}
         assert_sampled_from(merged, asked, rollouts)
@@ -198,7 +193,7 @@ def test_a_server_without_adapters_is_refused_with_the_remedy(served: Served) ->
     assert pool is not None and pool.servers[0].info is not None
     info = pool.servers[0].info
     check_modes("url", info, pool.model, pool.settings)
-    for wrong in ({"adapter_rank": 3}, {"adapts": frozenset({"q_proj"})}):
+    for wrong in ({"adapter_rank": 3}, {"adapter_targets": frozenset({"q_proj"})}):
         with pytest.raises(UserError, match=r"url does not serve .*--max-lora-rank 4 .* down_proj"):
             check_modes("url", dataclasses.replace(info, **wrong), pool.model, pool.settings)
 

@@ -120,7 +120,8 @@ def _one_rank(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
-        runtime.prepare()  # a run's worker processes may have started the server that forked this
+        # The fork server lacks tests.preloaded if a run's worker processes started it.
+        runtime.prepare()
         outcome = pickle.dumps(function(rank, world_size, *args))
         dist.barrier()
         dist.destroy_process_group()

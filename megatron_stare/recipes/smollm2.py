@@ -44,10 +44,10 @@ ARMS = {
     "entropic": ["loss.name=entropic", "loss.settings.target=0.2"],
 }
 ADAPTED = {  # LoRA; at ten times the learning rate of the weights unless the name ends in _1x
-    f"{arm}_rank{rank}{suffix}": [*ARMS[arm], f"adapters.rank={rank}", f"optimizer.lr={rate}"]
+    f"{arm}_rank{rank}{suffix}": [*ARMS[arm], f"adapters.rank={rank}", *rate]
     for arm in ("grpo_ds", "stare")
     for rank in (1, 8, 32)
-    for suffix, rate in (("", 1e-4), ("_1x", 1e-5))
+    for suffix, rate in {"": ["optimizer.lr=1e-4"], "_1x": []}.items()
 }
 DEMONSTRATIONS = 1200
 

@@ -8,12 +8,15 @@ comes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import block_fp8
 import deterministic
@@ -41,13 +44,12 @@ def ordinary_memory() -> None:
     """Pinned memory needs a driver, and SGLang's adapters ask for it on every device."""
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign,assignment]
     for name in ("arange", "empty", "tensor", "zeros"):
-        plain = getattr(torch, name)
+        setattr(torch, name, functools.partial(unpinned, getattr(torch, name)))
 
-        def make(*arguments: object, plain: object = plain, **rest: object) -> torch.Tensor:
-            rest.pop("pin_memory", None)
-            return plain(*arguments, **rest)  # type: ignore[operator]
 
-        setattr(torch, name, make)
+def unpinned(make: Callable[..., torch.Tensor], *sizes: Any, **options: Any) -> torch.Tensor:
+    """make(*sizes, **options) without `pin_memory`."""
+    return make(*sizes, **{name: each for name, each in options.items() if name != "pin_memory"})
 
 
 def model_config(arguments: list[str]) -> str:

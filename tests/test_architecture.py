@@ -42,8 +42,8 @@ LAYERS: dict[str, list[set[str]]] = {
         {"checkpoints"},
     ],
     "rollout": [
-        {"__init__", "engine", "stops", "decode_attention", "applied_adapters", "sandbox"},
-        {"episode_engine"},
+        {"__init__", "engine", "stops", "decode_attention", "sandbox"},
+        {"episode_engine", "sampling", "packed_weights", "applied_adapters"},
         {"embedded", "sglang", "tools"},
         {"agents"},
     ],

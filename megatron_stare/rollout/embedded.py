@@ -1,9 +1,8 @@
 """The embedded engine: a transformers model in the trainer's own process.
 The default on one machine.
 
-Sampling inverts the cumulative distribution at a uniform number that depends only on the request's
-seed and the position, so a rollout does not depend on the rest of its batch, and a resumed run
-repeats it.
+The uniform number of a token depends only on the request's seed and the position, so a rollout does
+not depend on the rest of its batch, and a resumed run repeats it.
 
 Shape legend: B sequences still decoding, V vocabulary.
 """
@@ -30,6 +29,8 @@ from megatron_stare.records import Rollout, RoutingShape, Status
 from megatron_stare.rollout import decode_attention
 from megatron_stare.rollout.applied_adapters import PREFIX, AppliedAdapters
 from megatron_stare.rollout.engine import Limits, Request, SamplingParams
+from megatron_stare.rollout.packed_weights import pack_linear_layers
+from megatron_stare.rollout.sampling import next_tokens
 from megatron_stare.rollout.stops import stop_ids
 
 _REPLACING_SECONDS = 1e-3
@@ -93,6 +94,8 @@ class EmbeddedEngine:
         if device.type == "cpu":
             config._attn_implementation = decode_attention.NAME
         self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+        if device.type == "cpu":
+            pack_linear_layers(self.model)
         if fp32_logits:
             head = self.model.get_output_embeddings()
             head.forward = functools.partial(_fp32_logits, head)
@@ -259,11 +262,7 @@ class EmbeddedEngine:
         uniform_B = torch.tensor(
             [s.uniforms[len(s.ids)] for s in live], dtype=torch.float64, device=self.device
         )
-        chosen_B, logprob_B = (
-            likeliest(logits_BV)
-            if params.greedy
-            else sample(logits_BV, uniform_B, params.temperature, params.top_p, params.top_k)
-        )
+        chosen_B, logprob_B = next_tokens(logits_BV, uniform_B, params)
         for sequence, token, logprob in zip(
             live, chosen_B.tolist(), logprob_B.tolist(), strict=True
         ):
@@ -431,67 +430,8 @@ def _places(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}{marker}{expert}.{part}.weight", rows
 
 
-BLOCK = 256  # tokens
-
-
 def _fp32_logits(head: Any, hidden_BSH: Tensor) -> Tensor:
     """[B, S, V], the logits of an output layer without bias, as fp32 sums."""
     hidden_NH = hidden_BSH.flatten(0, 1)
     workspace = hidden_NH.new_empty(len(hidden_NH) * len(head.weight), dtype=torch.float32)
     return tile_of(workspace, hidden_NH, head.weight).view(*hidden_BSH.shape[:2], -1)
-
-
-def likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of the most likely tokens, and its ln softmax(logits): greedy sampling."""
-    logprob_B, token_B = torch.log_softmax(logits_BV.float(), dim=-1).max(-1)
-    return token_B, logprob_B
-
-
-def sample(
-    logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float, top_k: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Token and log-prob by inverse cumulative distribution at `uniform_B` in [0, 1).
-
-    The log-prob is ln softmax(logits / temperature) of the full vocabulary. top_p < 1 keeps the
-    smallest set of most likely tokens whose mass (of the full vocabulary) reaches top_p, top_k > 0
-    at most this many of them, of equal ones the first; what is sampled lies in both.
-    """
-    logprob_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
-    if top_p >= 1 and not 0 < top_k < logprob_BV.shape[-1]:
-        token_B = _inverse_by_blocks(logprob_BV.exp(), uniform_B)
-        return token_B, logprob_BV.gather(-1, token_B[:, None])[:, 0]
-    weight_BV = logprob_BV.double().exp()
-    if top_p < 1 or 0 < top_k < weight_BV.shape[-1]:
-        ordered_BV, order_BV = weight_BV.sort(dim=-1, descending=True, stable=True)
-        if top_p < 1:
-            before_BV = ordered_BV.cumsum(-1) - ordered_BV
-            ordered_BV = ordered_BV.where(before_BV < top_p, 0.0)
-        if top_k > 0:
-            ordered_BV[:, top_k:] = 0.0
-        weight_BV = torch.zeros_like(weight_BV).scatter(-1, order_BV, ordered_BV)
-    token_B = _inverse(weight_BV, uniform_B * weight_BV.sum(-1))
-    return token_B, logprob_BV.gather(-1, token_B[:, None])[:, 0]
-
-
-def _inverse_by_blocks(weight_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """The token at which the cumulative weight passes its share `uniform_B`: first the block of the
-    vocabulary, by sums in fp64, then the token in it.
-    """
-    padded_BV = torch.nn.functional.pad(weight_BV, (0, -weight_BV.shape[1] % BLOCK))
-    block_BNV = padded_BV.unflatten(1, (-1, BLOCK))
-    sum_BN = block_BNV.sum(-1).double()
-    threshold_B = uniform_B * sum_BN.sum(-1)
-    number_B = _inverse(sum_BN, threshold_B)
-    rows_B = torch.arange(len(number_B), device=number_B.device)
-    before_B = sum_BN.cumsum(-1)[rows_B, number_B] - sum_BN[rows_B, number_B]
-    inside_B = _inverse(block_BNV[rows_B, number_B].double(), threshold_B - before_B)
-    return number_B * BLOCK + inside_B
-
-
-def _inverse(weight_BN: Tensor, threshold_B: Tensor) -> Tensor:
-    """The first column with a cumulative weight above the threshold; where rounding finds none, the
-    last one of positive weight.
-    """
-    found_B = torch.searchsorted(weight_BN.cumsum(-1), threshold_B[:, None], right=True)[:, 0]
-    last_B = weight_BN.shape[1] - 1 - (weight_BN > 0).flip(-1).int().argmax(-1)
-    return torch.minimum(found_B, last_B)

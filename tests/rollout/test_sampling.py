@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_stare.rollout.embedded import likeliest, sample
+from megatron_stare.rollout.engine import SamplingParams
+from megatron_stare.rollout.sampling import ROWS, likeliest, next_tokens, sample
 
 
 def naive_sample(logits, uniform, temperature, top_p, top_k=0):
@@ -95,3 +96,19 @@ def test_the_log_prob_is_that_of_the_whole_distribution():
     logits_BV = torch.tensor([[1.0, 0.0, -1.0]])
     _, logprob_B = sample(logits_BV, torch.zeros(1, dtype=torch.float64), 2.0, 0.1)
     torch.testing.assert_close(logprob_B, torch.log_softmax(logits_BV / 2, -1)[:, 0])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_many_sequences_get_what_each_would_get_alone(temperature):
+    generator = torch.Generator().manual_seed(4)
+    count = 2 * ROWS + 3
+    logits_BV = 3 * torch.randn(count, 600, generator=generator)
+    uniform_B = torch.rand(count, generator=generator, dtype=torch.float64)
+    params = SamplingParams(temperature, 1.0, 1)
+    tokens, logprobs = next_tokens(logits_BV, uniform_B, params)
+    alone = [
+        next_tokens(logits_BV[row, None], uniform_B[row, None], params) for row in range(count)
+    ]
+    assert len(set(tokens.tolist())) > ROWS
+    assert tokens.tolist() == [int(token) for token, _ in alone]
+    assert torch.equal(logprobs, torch.cat([logprob for _, logprob in alone]))

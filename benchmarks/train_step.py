@@ -231,7 +231,13 @@ def compare_steps(
         Ours(settings(folder), topology, groups),
     )
     padded = Ours(settings(folder, "policy.packed_sequences=false"), topology, groups)
-    named = {"plain transformers + torch": plain, "ours, packed": packed, "ours, padded": padded}
+    shared = Ours(settings(folder, "policy.shared_prompts=true"), topology, groups)
+    named = {
+        "plain transformers + torch": plain,
+        "ours, packed": packed,
+        "ours, packed, shared prompts": shared,
+        "ours, padded": padded,
+    }
     tokens = int(plain.real_BS.sum()) - len(plain.real_BS)  # the last token is only ever a target
     for update_only, (name, one) in itertools.product((True, False), named.items()):
         step = one.update if update_only else one.score_and_update

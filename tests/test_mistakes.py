@@ -71,6 +71,14 @@ MISTAKES = {
         "with sglang.router_url=http://a:1; set adapters.merge=true, or leave sglang."
         "router_url out",
     ),
+    "shared prompts over context ranks": Mistake(
+        "policy.shared_prompts=true policy.context_parallel_size=2",
+        "policy.shared_prompts=true needs policy.context_parallel_size=1, not 2; set one of them",
+    ),
+    "shared prompts of padded sequences": Mistake(
+        "policy.shared_prompts=true policy.packed_sequences=false",
+        "policy.shared_prompts=true needs policy.packed_sequences=True, not False",
+    ),
     "an option of slime": Mistake(
         "--rollout-batch-size 32", "it is a setting here: write rollout.rollout_batch_size=32"
     ),

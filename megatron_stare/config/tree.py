@@ -110,6 +110,15 @@ def _check_policy(config: Config) -> None:
             f"policy.weight_quantization={policy.weight_quantization} needs policy.dtype=bf16, "
             f"whose fp32 copies keep what rounding removes, not {policy.dtype}"
         )
+    for field, value, needed in (
+        ("context_parallel_size", policy.context_parallel_size, 1),
+        ("packed_sequences", policy.packed_sequences, True),
+    ):
+        if policy.shared_prompts and value != needed:
+            raise UserError(
+                f"policy.shared_prompts=true needs policy.{field}={needed}, not {value}; "
+                "set one of them"
+            )
     modules = policy.recompute_modules
     for name in modules.split(","):
         if name.strip() not in RECOMPUTED:

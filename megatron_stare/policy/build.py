@@ -104,8 +104,26 @@ def build_model(
                 vp_stage=numbered,
                 **megatron_fields(hf)["rope"],
             )
+        if policy.shared_prompts:
+            _rotate_by_positions(chunk)
         chunks.append(chunk if device else chunk.to(runtime.device()))
     return chunks
+
+
+def _rotate_by_positions(chunk: Any) -> None:
+    """Let a chunk's rotary embedding follow the positions that it is called with: a row of a packed
+    micro-batch then has its own angle, where Megatron counts from 0 in every sequence.
+    """
+    positions: dict[str, torch.Tensor] = {}
+
+    def note(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        positions["BS"] = arguments[1]
+
+    def at_positions(_: nn.Module, arguments: tuple[Any, ...], angles: torch.Tensor) -> Any:
+        return angles[positions["BS"].flatten()]
+
+    chunk.register_forward_pre_hook(note)
+    chunk.rotary_pos_emb.register_forward_hook(at_positions)
 
 
 def keep_precise(chunks: list[Any]) -> None:
@@ -132,6 +150,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
     _check_experts(hf, policy)
     _check_stages(hf, policy)
     _check_fp8(hf, policy)
+    _check_shared_prompts(hf, policy)
     tuning = tuned(hf, policy, topology)
     dtype = DTYPES[policy.dtype]
     virtual = topology.virtual_size if topology.virtual_size > 1 else None
@@ -272,6 +291,19 @@ def _check_latent(policy: PolicyConfig) -> None:
             "attention needs policy.sequence_parallel=true, which adds up the gradients of its "
             "replicated matrices; set it"
         )
+
+
+def _check_shared_prompts(hf: PretrainedConfig, policy: PolicyConfig) -> None:
+    if not policy.shared_prompts:
+        return
+    found = {
+        "TransformerEngine's layers": _has_transformer_engine(),
+        "a model with experts": any(sparse_layers(hf)),
+        "latent attention": megatron_fields(hf).get("multi_latent_attention", False),
+    }
+    for name in found:
+        if found[name]:
+            raise UserError(f"policy.shared_prompts=true does not work with {name}; set it false")
 
 
 def _check_experts(hf: PretrainedConfig, policy: PolicyConfig) -> None:

@@ -7,6 +7,9 @@ and 2 C - 1 - r, so that causal attention costs each rank the same. Sequences ar
 end to a multiple of 2 C, and the whole to what sequence parallelism and fp8 divide; causality
 keeps padding out of every real token's sight.
 
+With policy.shared_prompts a sequence may lack its prompt: the rows of the nearest earlier sequence
+that has it are its first positions (MicroBatch.prefixes).
+
 Shape legend: N loss tokens held here, B sequences, S positions held here, R = S B, L layers with
 experts, K experts a token.
 """
@@ -60,11 +63,17 @@ class TrainSequence:
     routing: numpy.ndarray | None = None
     off_temperature: bool = False  # sampled at another temperature than the policy's
     scored: bool = False  # its log-probs are pi_old's
+    shared: int = 0  # its first positions, if an earlier sequence of the micro-batch holds them
 
     @property
     def input_length(self) -> int:
         """Positions the model runs: the last token is only ever a target."""
         return len(self.token_ids) - 1
+
+    @property
+    def own_length(self) -> int:
+        """Those that no earlier sequence holds."""
+        return self.input_length - self.shared
 
 
 # One value per loss token: the fields of TokenBatch that packing fills, and their kinds.
@@ -148,10 +157,11 @@ def micro_batch(
     rank's flat tensors (FLAT), from `start` on. `routing`: of a model with experts.
     """
     packed = policy.packed_sequences
-    length_n = numpy.array([one.input_length for one in sequences], numpy.int64)
-    padded_n = padded_lengths(length_n, topology, policy)
+    padded_n = padded_lengths(_whole([one.own_length for one in sequences]), topology, policy)
+    shared_n = numpy.zeros_like(padded_n)
+    shared_n[: len(sequences)] = [one.shared for one in sequences]
     held_n = padded_n // topology.context_size
-    position = _held_positions(padded_n, topology)
+    position = _held_positions(padded_n, topology) + numpy.repeat(shared_n, held_n)
     tokens = _padded_tokens(sequences, padded_n)
     begin_n = numpy.cumsum(padded_n) - padded_n
     shape = (1, -1) if packed else (len(padded_n), -1)
@@ -161,7 +171,7 @@ def micro_batch(
     source = slice(None) if whole else numpy.repeat(begin_n, held_n) + position
     sequence = numpy.repeat(numpy.arange(len(loss_n)), loss_n)
     if packed:
-        row = place + numpy.repeat(begin_held_n[: len(loss_n)], loss_n)
+        row = _rows(place, sequence, shared_n, begin_held_n)
     else:
         row = place * len(padded_n) + sequence
     device = runtime.device()
@@ -189,9 +199,36 @@ def micro_batch(
         )
         if packed
         else None,
-        longest=int(padded_n.max()),
+        prefixes=_prefixes(shared_n, begin_n),
+        longest=int((padded_n + shared_n).max()),
         **_of_routers(sequences, padded_n, source, shape, routing, on_device),
     )
+
+
+def _holders(shared_n: numpy.ndarray) -> numpy.ndarray:
+    """The number of the sequence that holds each one's first positions: its own number, or that of
+    the nearest earlier one that shares none.
+    """
+    return numpy.maximum.accumulate(numpy.where(shared_n, 0, numpy.arange(len(shared_n))))
+
+
+def _prefixes(shared_n: numpy.ndarray, begin_n: numpy.ndarray) -> tuple[tuple[int, int], ...]:
+    """MicroBatch's `prefixes` of sequences that begin there."""
+    if not shared_n.any():
+        return ()
+    return tuple(zip(begin_n[_holders(shared_n)].tolist(), shared_n.tolist(), strict=True))
+
+
+def _rows(
+    place: numpy.ndarray,
+    sequence: numpy.ndarray,
+    shared_n: numpy.ndarray,
+    begin_held_n: numpy.ndarray,
+) -> numpy.ndarray:
+    """The rows of a packed micro-batch that hold these places of these sequences."""
+    own = begin_held_n[sequence] + place - shared_n[sequence]
+    shared = begin_held_n[_holders(shared_n)[sequence]] + place
+    return numpy.where(place < shared_n[sequence], shared, own)
 
 
 def _of_routers(
@@ -316,11 +353,11 @@ def _concatenated(
 
 
 def _padded_tokens(sequences: Sequence[TrainSequence], padded_n: numpy.ndarray) -> numpy.ndarray:
-    """The input tokens of the sequences at their padded lengths, concatenated."""
+    """The sequences' own input tokens at their padded lengths, concatenated."""
     tokens = numpy.full(int(padded_n.sum()), PAD_ID, numpy.int64)
     begin_n = numpy.cumsum(padded_n) - padded_n
     for begin, one in zip(begin_n.tolist(), sequences, strict=False):
-        tokens[begin : begin + one.input_length] = one.token_ids[: one.input_length]
+        tokens[begin : begin + one.own_length] = one.token_ids[one.shared : one.input_length]
     return tokens
 
 

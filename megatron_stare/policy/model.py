@@ -386,7 +386,7 @@ def _digest(value: Any) -> str:
 
 
 def _packed(micro: MicroBatch) -> Any:
-    """Megatron's PackedSeqParams of a packed micro-batch, None for a padded one.
+    """Megatron's PackedSeqParams of a packed micro-batch with its prefixes, None for a padded one.
 
     TransformerEngine's kernels read the lengths on the device; without it the host does, layer by
     layer, and would wait for a device each time.
@@ -398,7 +398,7 @@ def _packed(micro: MicroBatch) -> Any:
     cumulative = micro.cumulative_lengths
     if hardware().has_transformer_engine:
         cumulative = to_device(cumulative, micro.token_BS.device)
-    return PackedSeqParams(
+    params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cumulative,
         cu_seqlens_kv=cumulative,
@@ -408,3 +408,5 @@ def _packed(micro: MicroBatch) -> Any:
         max_seqlen_kv=micro.longest,
         pad_between_seqs=False,  # else each layer compares the lengths on the host
     )
+    params.prefixes = micro.prefixes  # for cpu_layers/attention.py
+    return params

@@ -88,25 +88,71 @@ def pack(
             "policy.on_long_sequence=own_micro_batch, or lower "
             "rollout.rollout_max_response_len or data.rollout_max_prompt_len"
         )
-    shares = _balanced(numpy.arange(len(trained)), length_n, topology.data_size, hidden_size)
-    split = [_split(share, length_n, budget, topology, policy) for share in shares]
-    count = max(len(batches) for batches in split)
-    if topology.virtual_size > 1:  # the interleaved schedule goes round the stages in whole turns
-        count = -(-count // topology.pipeline_size) * topology.pipeline_size
-    evened = [
-        _evened(batches, length_n, count, budget, hidden_size, topology, policy)
-        for batches in split
-    ]
+    evened, shared = _assigned(trained, length_n, topology, policy, hidden_size)
     mine = evened[topology.data_rank]
     replayed = routing if policy.routing_replay == "rollout" else None
     there = _fetched(trained, evened, length_n, topology, policy, replayed)
     # One after another: a batch is not held a second time as its sequences.
     batches = (
-        [_train_sequence(trained[n], there.get(n), weight_version, replayed) for n in batch]
+        [
+            _train_sequence(trained[n], there.get(n), weight_version, replayed, shared.get(n, 0))
+            for n in batch
+        ]
         for batch in mine
     )
     most = sum(trained[n].rollout.loss_tokens for batch in mine for n in batch)
     return _token_batch(batches, most, _of_rollouts(groups), topology, policy, routing)
+
+
+def _assigned(
+    trained: Sequence[TrainedSequence],
+    length_n: numpy.ndarray,
+    topology: Topology,
+    policy: PolicyConfig,
+    hidden_size: int,
+) -> tuple[list[list[list[int]]], dict[int, int]]:
+    """The sequence numbers of each data rank's micro-batches, and the number of the first positions
+    that a sequence leaves to an earlier one.
+    """
+    budget = policy.sequence_budget
+    _, whole = layout.multiples(topology, policy)
+    units = _units(trained, length_n, budget // whole * whole, policy.shared_prompts)
+    shared = {n: trained[n].group.prompt_length for unit in units for n in unit[1:]}
+    rows_u = numpy.array(
+        [sum(length_n[n] - shared.get(n, 0) for n in unit) for unit in units], numpy.int64
+    )
+    shares = _balanced(numpy.arange(len(units)), rows_u, topology.data_size, hidden_size)
+    split = [_split(share, rows_u, budget, topology, policy) for share in shares]
+    count = max(len(batches) for batches in split)
+    if topology.virtual_size > 1:  # the interleaved schedule goes round the stages in whole turns
+        count = -(-count // topology.pipeline_size) * topology.pipeline_size
+    evened = [
+        [
+            [number for unit in batch for number in units[unit]]
+            for batch in _evened(batches, rows_u, count, budget, hidden_size, topology, policy)
+        ]
+        for batches in split
+    ]
+    return evened, shared
+
+
+def _units(
+    trained: Sequence[TrainedSequence], length_n: numpy.ndarray, room: int, shared: bool
+) -> list[list[int]]:
+    """The sequences as runs that go into one micro-batch: with `shared` prompts those of a group,
+    as many as there is room for, of which the first holds the prompt; else each alone.
+    """
+    units: list[list[int]] = []
+    rows = 0
+    for number, each in enumerate(trained):
+        own = int(length_n[number]) - each.group.prompt_length
+        if shared and units and trained[units[-1][0]].group is each.group and rows + own <= room:
+            units[-1].append(number)
+            rows += own
+        else:
+            units.append([number])
+            rows = int(length_n[number])
+    return units
 
 
 def _of_rollouts(groups: Sequence[Group]) -> dict[str, torch.Tensor]:
@@ -268,8 +314,11 @@ def _train_sequence(
     there: ReceivedSlices | None,
     weight_version: int,
     routing: RoutingShape | None,
+    shared: int,
 ) -> TrainSequence:
-    """A sequence to train on: from the rollout itself, or from the received slices."""
+    """A sequence to train on: from the rollout itself, or from the received slices. `shared`: its
+    first positions that an earlier one holds.
+    """
     number, group, rollout, *_ = trained
     if isinstance(rollout, Rollout):
         ids = numpy.concatenate([group.prompt.token_ids, rollout.response_ids])
@@ -294,6 +343,7 @@ def _train_sequence(
         routing=routing.decoded(chosen)[: len(ids) - 1] if routing and len(chosen) else None,
         off_temperature=rollout.temperature is not None,
         scored=rollout.scored,
+        shared=shared,
     )
 
 

@@ -28,9 +28,10 @@ from megatron_stare.config import (
     ScoringConfig,
     TrainConfig,
 )
-from megatron_stare.system import multiplies_bf16
+from megatron_stare.system import multiplies_bf16, nvidia_driver
 
 MODEL = "models/smollm2-135m"
+TEACHER = "models/smollm2-135m-grpo"  # written by `convert megatron-to-hf` from a finished run
 SUMS = "reasoning_gym:chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=2"
 MULTIPLES = "reasoning_gym:lcm?min_numbers=2&max_numbers=2&min_value=2&max_value=24"
 STARE = ("loss.name=stare", "loss.variant=C2")
@@ -42,6 +43,13 @@ ARMS = {
     "stare_paper": list(STARE),
     "stare_adaptive": [*STARE, "loss.adaptive=true", "loss.alpha=0.05", "loss.w_max=2"],
     "entropic": ["loss.name=entropic", "loss.settings.target=0.2"],
+    "distilled": [
+        "loss.name=dapo",
+        "loss.distillation_coef=1",
+        "loss.reward_coef=0",
+        "rollout.dynamic_sampling=false",
+        f"policy.ref_hf_checkpoint={TEACHER}",
+    ],
 }
 ADAPTED = {  # LoRA; at ten times the learning rate of the weights unless the name ends in _1x
     f"{arm}_rank{rank}{suffix}": [*ARMS[arm], f"adapters.rank={rank}", *rate]
@@ -78,6 +86,7 @@ def _study(name: str, task: str, demonstrations: str, steps: int) -> Config:
             hf_checkpoint=MODEL,
             dtype="bf16" if multiplies_bf16() else "fp32",
             max_tokens_per_gpu=1024,
+            shared_prompts=not nvidia_driver(),
         ),
         optimizer=OptimizerConfig(lr=1e-5, lr_warmup_iters=3),
         rollout=RolloutConfig(

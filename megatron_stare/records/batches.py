@@ -37,6 +37,9 @@ class MicroBatch:
     loss_tokens_B: Tensor  # of each sequence, on all ranks
     offset_B: Tensor  # of each sequence's response in its rollout's arrays
     cumulative_lengths: Tensor | None = None  # [B + 1], in host memory; of packed sequences
+    # First row and number of the rows that hold each sequence's first positions in its place
+    # (policy.shared_prompts); empty: every sequence holds all of its own.
+    prefixes: tuple[tuple[int, int], ...] = ()
     longest: int = 0
     # With experts: whether a position that this rank's routers see belongs to a sequence (else it
     # is padding); None: all do.

@@ -29,6 +29,7 @@ TP, PP, CP, EP = (
 WHOLE_EXPERTS = "policy.expert_tensor_parallel_size=1"
 VPP, SP = "policy.virtual_pipeline_model_parallel_size=2", "policy.sequence_parallel=true"
 PACKED, SPREAD = "policy.packed_sequences=true", "policy.use_distributed_optimizer=true"
+SHARED = "policy.shared_prompts=true"
 TIED, EXPERTS, LATENT = MODELS = ("tied", "experts", "latent")
 STALE = "stale"  # rollouts of older weights, and sequence weights that make up for it
 GSPO = "gspo"  # a loss over whole sequences, its ratio moved by several updates to a batch
@@ -116,6 +117,12 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "queued": (QUEUED,),
         "recompute full experts": (EXPERTS, PACKED, "policy.recompute_granularity=full"),
         "packed": (PACKED,),
+        "shared prompts": (PACKED, SHARED),
+        "shared prompts gspo": (PACKED, SHARED, GSPO),
+        "one micro-batch of shared prompts": (
+            "policy.max_tokens_per_gpu=2000",
+            *(PACKED, SHARED, "policy.recompute_granularity=full"),
+        ),
         "one micro-batch": ("policy.max_tokens_per_gpu=2000",),
         "a sequence each": ("policy.max_tokens_per_gpu=28",),
         "one packed micro-batch": ("policy.max_tokens_per_gpu=2000", PACKED),
@@ -140,6 +147,9 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "TP2 SP logits head": (TP, SP, "policy.head=logits"),
         "TP2 SP recompute full": (TP, SP, "policy.recompute_granularity=full"),
         "TP2 tied": (TP, TIED),
+        "TP2 SP shared prompts": (TP, SP, PACKED, SHARED),
+        "PP2 VPP2 shared prompts": (PP, VPP, PACKED, SHARED),
+        "DP2 shared prompts": (PACKED, SHARED),
         "PP2": (PP,),
         "PP2 packed": (PP, PACKED),
         "PP2 uneven": (
@@ -227,10 +237,10 @@ SENSITIVITY = (
 OF_STARE = (*STARE, *SENSITIVITY)
 COUNTED = ("resampl", "queued", "put_by", "replayed")  # of what is sampled again, or later
 # Ranks share two cores: all but these are run with the slow tests.
-CORE_OF_ONE = ("padded", "experts", "stale")
+CORE_OF_ONE = ("padded", "experts", "stale", "shared prompts")
 CORE_OF_TWO = (
     *("TP2 SP packed", "PP2 VPP2 packed", "CP2 packed stale"),
-    *("DP2 distributed optimizer", "TP2 SP EP2 whole experts"),
+    *("DP2 distributed optimizer", "TP2 SP EP2 whole experts", "TP2 SP shared prompts"),
 )
 CORE_OF_FOUR = ("TP2 PP2",)
 QUICK = {*CORE_OF_ONE, *CORE_OF_TWO, *CORE_OF_FOUR}

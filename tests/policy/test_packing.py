@@ -18,7 +18,7 @@ from megatron_stare.losses.planning import coefficients
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.layout import FLAT
 from megatron_stare.policy.packing import cost, pack
-from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
+from megatron_stare.records import Group, MicroBatch, Prompt, Rollout, TokenBatch
 
 HIDDEN = 16
 
@@ -177,11 +177,12 @@ def test_a_sequence_that_is_masked_whole_changes_no_value_and_no_denominator(
 
 def expected_tokens(groups: list[Group]) -> dict[int, int]:
     """Global token index -> token id, of every loss token."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     return {
         (number << 32) + place: token
-        for number, group in enumerate(groups)
+        for number, rollout in enumerate(rollouts)
         for place, (token, masked) in enumerate(
-            zip(group.rollouts[0].response_ids, group.rollouts[0].loss_mask, strict=True)
+            zip(rollout.response_ids, rollout.loss_mask, strict=True)
         )
         if masked
     }
@@ -254,6 +255,77 @@ def test_every_loss_token_is_placed_once_behind_its_predecessor(
     assert {index: target for index, (_, target) in found.items()} == wanted
     assert all(token == target - 1 for token, target in found.values())
     assert turns == expected_turns(groups)
+
+
+def seen_from(micro: MicroBatch, row: int) -> tuple[list[int], list[int]]:
+    """Tokens and positions of the rows that attention sees from a row of a packed micro-batch."""
+    assert micro.cumulative_lengths is not None
+    starts = micro.cumulative_lengths.tolist()
+    number = max(place for place, start in enumerate(starts[:-1]) if start <= row)
+    first, count = micro.prefixes[number] if micro.prefixes else (0, 0)
+    rows = [*range(first, first + count), *range(starts[number], row + 1)]
+    return micro.token_BS[0, rows].tolist(), micro.position_BS[0, rows].tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(
+        st.tuples(
+            st.integers(1, 6),
+            st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=5),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    data=st.integers(1, 3),
+    tensor=st.sampled_from([1, 2]),
+)
+def test_with_shared_prompts_every_loss_token_sees_its_own_past(
+    shapes: Any, data: int, tensor: int
+) -> None:
+    ids = itertools.count(1)
+    groups = [
+        Group(
+            Prompt(number, tuple(itertools.islice(ids, prompt)), ""),
+            tuple(
+                Rollout(
+                    response_ids=tuple(itertools.islice(ids, len(mask))),
+                    logprobs=(-1.0,) * len(mask),
+                    loss_mask=tuple(mask),
+                    status="completed",
+                    weight_version=0,
+                )
+                for mask in masks
+            ),
+        )
+        for number, (prompt, masks) in enumerate(shapes)
+    ]
+    whole = [
+        [*group.prompt.token_ids, *rollout.response_ids]
+        for group in groups
+        for rollout in group.rollouts
+    ]
+    policy = PolicyConfig(max_tokens_per_gpu=24, shared_prompts=True, sequence_parallel=tensor > 1)
+    found: dict[int, int] = {}
+    rows = 0
+    for batch in everywhere(groups, policy, data, tensor_size=tensor):
+        for micro in batch.microbatches:
+            assert micro.token_BS.shape[1] <= 25
+            rows += int((micro.token_BS > 0).sum())
+            indices = batch.token_index_T[micro.rows].tolist()
+            for index, row, target in zip(
+                indices, micro.row_N.tolist(), micro.target_N.tolist(), strict=True
+            ):
+                tokens, positions = seen_from(micro, row)
+                ids_of = whole[index >> 32]
+                assert tokens == ids_of[: len(tokens)]
+                assert target == ids_of[len(tokens)]
+                assert positions == list(range(len(tokens)))
+                found[index] = target
+    assert found == expected_tokens(groups)
+    longest = max(prompt + sum(map(len, masks)) - len(masks) for prompt, masks in shapes)
+    if longest <= 24:  # each group's prompt lies in one place
+        assert rows == sum(prompt + sum(map(len, masks)) - len(masks) for prompt, masks in shapes)
 
 
 @settings(max_examples=60, deadline=None)

@@ -21,6 +21,7 @@ B] or of [T].
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -112,7 +113,8 @@ class CoreAttention(nn.Module):
 
         Packed (`packed_seq_params`, format thd): query_THD, key_TGD, value_TGD -> [T, H * D]; with
         a batch axis of one after T, the result has it too. Sequences lie at cu_seqlens_q_padded, or
-        at cu_seqlens_q without it: offsets in the whole batch, not in this rank's share.
+        at cu_seqlens_q without it: offsets in the whole batch, not in this rank's share. A sequence
+        with a pair in `packed_seq_params.prefixes` (policy/model.py) sees that many further rows.
         ValueError: a mask or bias, an unknown format, offsets that do not cover the tokens, lengths
         that context parallelism cannot cut into chunks.
         """
@@ -175,7 +177,8 @@ class CoreAttention(nn.Module):
                     "self-attention"
                 )
             known.clear()
-            known[key] = _packed(starts.tolist(), *key[:4])
+            prefixes = getattr(params, "prefixes", ())
+            known[key] = _packed(starts.tolist(), *key[:4], prefixes)
         return known[key]
 
 
@@ -212,8 +215,18 @@ def _padded(length: int, batch: int, size: int, rank: int, device: torch.device)
     return _Layout(Spans(spans, device), natural)
 
 
-def _packed(starts: list[int], tokens: int, size: int, rank: int, device: torch.device) -> _Layout:
-    """Sequences one after the other; `starts` are offsets in the batch of all context ranks."""
+def _packed(
+    starts: list[int],
+    tokens: int,
+    size: int,
+    rank: int,
+    device: torch.device,
+    prefixes: Sequence[tuple[int, int]] = (),
+) -> _Layout:
+    """Sequences one after the other; `starts` are offsets in the batch of all context ranks.
+    `prefixes`: first row and number of the rows that each sequence sees before its own; empty:
+    none does.
+    """
     if starts[0] != 0 or starts[-1] != tokens * size or sorted(starts) != starts:
         raise ValueError(
             f"packed_seq_params: cu_seqlens run from {starts[0]} to {starts[-1]}; they must rise "
@@ -230,6 +243,13 @@ def _packed(starts: list[int], tokens: int, size: int, rank: int, device: torch.
         for start, stop in itertools.pairwise(starts)
         for span in _zigzag(start, stop - start, size, rank)
     ]
+    if prefixes:
+        if size > 1:
+            raise ValueError(f"packed_seq_params.prefixes need context_parallel_size=1, not {size}")
+        spans = [
+            dataclasses.replace(span, prefix_start=start, prefix=count)
+            for span, (start, count) in zip(spans, prefixes, strict=True)
+        ]
     natural = to_device(_natural_rows(starts, size), device) if size > 1 else None
     return _Layout(Spans(spans, device), natural)
 
@@ -242,11 +262,19 @@ def _zigzag(
 
     Position p of the sequence is key row start + p * stride + offset.
     """
+    first = start + offset
     if size == 1:
-        return [Span(start + offset, start + offset, length, length, stride)]
+        return [Span(first, first, length, stride)]
     chunk, local = length // (2 * size), start // size + offset
     return [
-        Span(local + half * chunk * stride, start + offset, chunk, (number + 1) * chunk, stride)
+        Span(
+            q_start=local + half * chunk * stride,
+            k_start=first + number * chunk * stride,
+            length=chunk,
+            stride=stride,
+            prefix_start=first,
+            prefix=number * chunk,
+        )
         for half, number in enumerate((rank, 2 * size - 1 - rank))
     ]
 

@@ -2,9 +2,9 @@
 out and log-sum-exp, never a score matrix.
 
 A *span* is a run of queries that are the last ones of a run of keys: query i of Q sees keys 0 .. K
-- Q + i of its own K (the causal mask aligned bottom-right). Padded batches, packed sequences and
-the zigzag chunks of context parallelism are all lists of spans, so one forward and one backward
-serve them.
+- Q + i of its own K (the causal mask aligned bottom-right). The first K - Q keys, its prefix, may
+lie apart from the others. Padded batches, packed sequences, responses to one prompt and the zigzag
+chunks of context parallelism are all lists of spans, so one forward and one backward serve them.
 
     lse_i = ln sum_j exp(scale q_i k_j)     out_i = sum_j exp(scale q_i k_j - lse_i) v_j
     D_i = <dout_i, out_i>    dS_ij = P_ij (<dout_i, v_j> - D_i)
@@ -14,8 +14,8 @@ The backward needs the final out and lse only, so the keys may be handed to it i
 (FlashAttention, arXiv 2205.14135, sections 3.1 and B.4; blockwise over devices: ring attention,
 arXiv 2310.01889).
 
-CPU: spans of one shape run as one call; where K > Q the unmasked keys and the causal square are two
-calls, merged by log-sum-exp. CUDA: one varlen call for everything, whose causal mask is
+CPU: spans of one shape run as one call; their prefixes, which need no mask, are further calls, and
+the results are merged by log-sum-exp. CUDA: one varlen call for everything, whose causal mask is
 bottom-right already: FlashAttention-2 in half precision, the memory-efficient kernel in fp32. The
 CUDA functions were written without a device at hand; the tests marked `gpu` in
 tests/policy/cpu_layers/test_attention.py check them.
@@ -31,7 +31,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron_stare.policy.cpu_layers.spans import Spans
+from megatron_stare.policy.cpu_layers.spans import Bundle, Spans
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -46,8 +46,8 @@ def attend(
     """(out_NHD, *state): attention of every span,
     and what `attend_backward` needs besides (the log-sum-exp).
 
-    Every query row belongs to one span; a key row to any number, but to one where all spans are
-    square. Widths and dtypes of q, k and v agree.
+    Every query row belongs to one span; a key row to any number of prefixes, and to at most one
+    span besides. Widths and dtypes of q, k and v agree.
     """
     if not spans.spans:
         return torch.zeros_like(q_NHD), q_NHD.new_zeros(q_NHD.shape[:2])
@@ -78,21 +78,23 @@ def _cpu_forward(
     lse_NH = q_NHD.new_empty(
         q_NHD.shape[:2], dtype=torch.float32 if q_NHD.dtype in _HALF else q_NHD.dtype
     )
-    for bundle in spans.bundles:
-        q_nLHD, k_nLGD, v_nLGD = (
-            bundle.queries.read(q_NHD),
-            bundle.keys.read(k_UGD),
-            bundle.keys.read(v_UGD),
-        )
-        before = k_nLGD.shape[1] - q_nLHD.shape[1]
-        out, lse = _cpu_call(q_nLHD, k_nLGD[:, before:], v_nLGD[:, before:], True, scale)
-        if before:
-            out, lse = _merged(
-                out, lse, *_cpu_call(q_nLHD, k_nLGD[:, :before], v_nLGD[:, :before], False, scale)
-            )
+    for bundle in spans.squares:
+        out, lse = _cpu_call(*_read(bundle, q_NHD, k_UGD, v_UGD), True, scale)
+        bundle.queries.write(out_NHD, out)
+        bundle.queries.write(lse_NH, lse)
+    for bundle in spans.prefixes:
+        others = _cpu_call(*_read(bundle, q_NHD, k_UGD, v_UGD), False, scale)
+        own = (bundle.queries.read(out_NHD), bundle.queries.read(lse_NH))
+        out, lse = _merged(*own, *others)
         bundle.queries.write(out_NHD, out)
         bundle.queries.write(lse_NH, lse)
     return out_NHD, lse_NH
+
+
+def _read(
+    bundle: Bundle, q_NHD: Tensor, k_UGD: Tensor, v_UGD: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return bundle.queries.read(q_NHD), bundle.keys.read(k_UGD), bundle.keys.read(v_UGD)
 
 
 def _cpu_call(
@@ -129,24 +131,23 @@ def _cpu_backward(
     spans: Spans,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq_NHD = torch.empty_like(q_NHD)
-    dk_UGD, dv_UGD = (
-        (torch.empty_like if spans.square else torch.zeros_like)(x) for x in (k_UGD, v_UGD)
-    )
-    for bundle in spans.bundles:
-        k_nLGD, v_nLGD = bundle.keys.read(k_UGD), bundle.keys.read(v_UGD)
+    def gradients(bundle: Bundle, causal: bool) -> tuple[Tensor, ...]:
         queries = [bundle.queries.read(x) for x in (grad_NHD, q_NHD, out_NHD, state[0])]
-        before = k_nLGD.shape[1] - queries[0].shape[1]
-        dq, dk, dv = _cpu_call_backward(
-            queries, k_nLGD[:, before:], v_nLGD[:, before:], True, scale
-        )
-        if before:
-            part = _cpu_call_backward(queries, k_nLGD[:, :before], v_nLGD[:, :before], False, scale)
-            dq, dk, dv = dq + part[0], torch.cat((part[1], dk), 1), torch.cat((part[2], dv), 1)
+        k_nLGD, v_nLGD = bundle.keys.read(k_UGD), bundle.keys.read(v_UGD)
+        return _cpu_call_backward(queries, k_nLGD, v_nLGD, causal, scale)
+
+    empty = torch.zeros_like if spans.prefixes else torch.empty_like  # squares write every key row
+    dq_NHD, dk_UGD, dv_UGD = torch.empty_like(q_NHD), empty(k_UGD), empty(v_UGD)
+    for bundle in spans.squares:
+        dq, dk, dv = gradients(bundle, causal=True)
         bundle.queries.write(dq_NHD, dq)
-        write = bundle.keys.write if spans.square else bundle.keys.add
-        write(dk_UGD, dk)
-        write(dv_UGD, dv)
+        bundle.keys.write(dk_UGD, dk)
+        bundle.keys.write(dv_UGD, dv)
+    for bundle in spans.prefixes:
+        dq, dk, dv = gradients(bundle, causal=False)
+        bundle.queries.add(dq_NHD, dq)
+        bundle.keys.add(dk_UGD, dk)
+        bundle.keys.add(dv_UGD, dv)
     return dq_NHD, dk_UGD, dv_UGD
 
 

@@ -1,15 +1,18 @@
 """Ragged spans of queries and keys as calls of equal shape: which rows go into which call.
 
-A *span* is a run of queries that are the last ones of a run of keys. Spans of one shape, at even
-distances, are views; others are gathered by index, and short ones padded together.
+A *span* is a run of queries with a run of keys of the same length, of which every query sees its
+own and the earlier ones, and a *prefix*: a run of keys before them, all of which every query sees.
+Runs of one shape, at even distances, are views; others are gathered by index, and short ones padded
+together.
 
-Shape legend: n spans of L rows in one call, H heads, D head width.
+Shape legend: n runs of L rows in one call, H heads, D head width.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,15 +26,31 @@ SHORT = 128  # up to here a kernel call costs more than copying spans together a
 
 @dataclass(frozen=True)
 class Span:
-    """Rows q_start + t * stride, t < q_length, of the queries;
-    k_start + t * stride, t < k_length, of the keys.
+    """Rows q_start + t * stride, t < length, of the queries; rows k_start + t * stride, t < length,
+    of the keys, and before them rows prefix_start + t * stride, t < prefix.
     """
+
+    q_start: int
+    k_start: int
+    length: int
+    stride: int = 1
+    prefix_start: int = 0
+    prefix: int = 0
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A run of queries and a run of keys."""
 
     q_start: int
     k_start: int
     q_length: int
     k_length: int
-    stride: int = 1
+    stride: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.q_length, self.k_length, self.stride
 
 
 @dataclass(frozen=True)
@@ -95,7 +114,7 @@ class _Indexed:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Spans that run in one call."""
+    """Runs of queries and keys that go into one call."""
 
     queries: _Strided | _Indexed
     keys: _Strided | _Indexed
@@ -117,48 +136,66 @@ class Spans:
     """A list of spans with what the kernels derive from it, made once and used by every layer."""
 
     def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
-        self.spans = tuple(span for span in spans if span.q_length)
+        self.spans = tuple(span for span in spans if span.length)
         self.device = device
 
-    @property
-    def square(self) -> bool:
-        """Whether every span has as many keys as queries; if so no key belongs to two spans."""
-        return all(span.q_length == span.k_length for span in self.spans)
+    @cached_property
+    def squares(self) -> list[Bundle]:
+        """The spans without their prefixes: long ones in place, equal ones together where their
+        rows form a pattern; short ones copied together.
+        """
+        found: list[Bundle] = []
+        short: list[_Block] = []
+        for alike in _by_shape(
+            _Block(span.q_start, span.k_start, span.length, span.length, span.stride)
+            for span in self.spans
+        ):
+            if alike[0].q_length <= SHORT:
+                short += alike
+            else:
+                found += _in_place(alike)
+        return found + [_strided(run) or _indexed(run) for run in _similar(short)]
 
     @cached_property
-    def bundles(self) -> list[Bundle]:
-        """Long spans in place, equal ones together where their rows form a pattern;
-        short ones copied together.
+    def prefixes(self) -> list[Bundle]:
+        """The queries of every span that has a prefix, and the prefix. Spans that follow one
+        another and have the same prefix are one run of queries.
         """
-        shapes: defaultdict[tuple[int, int, int], list[Span]] = defaultdict(list)
+        blocks: list[_Block] = []
         for span in self.spans:
-            shapes[span.q_length, span.k_length, span.stride].append(span)
-        found: list[Bundle] = []
-        short: list[Span] = []
-        for (q_length, k_length, _), alike in shapes.items():
-            bundle = _strided(alike)
-            if q_length == k_length <= SHORT:
-                short += alike
-            elif bundle is not None:
-                found.append(bundle)
-            elif q_length <= SHORT:
-                found.append(_indexed(alike))
+            block = _Block(span.q_start, span.prefix_start, span.length, span.prefix, span.stride)
+            if not block.k_length:
+                continue
+            if blocks and _continues(blocks[-1], block):
+                longer = blocks[-1].q_length + block.q_length
+                blocks[-1] = dataclasses.replace(blocks[-1], q_length=longer)
             else:
-                found += [single for span in alike if (single := _strided([span]))]
-        return found + [_strided(run) or _indexed(run) for run in _similar(short)]
+                blocks.append(block)
+        found: list[Bundle] = []
+        for alike in _by_shape(blocks):
+            short = alike[0].q_length <= SHORT and _strided(alike) is None
+            found += [_indexed(alike)] if short else _in_place(alike)
+        return found
 
     @cached_property
     def ragged(self) -> Ragged:
         spans = self.spans
-        q_index_N = _rows([(span.q_start, span.q_length, span.stride) for span in spans])
-        k_index_U = _rows([(span.k_start, span.k_length, span.stride) for span in spans])
+        q_index_N = _rows([(span.q_start, span.length, span.stride) for span in spans])
+        k_runs = [
+            run
+            for span in spans
+            for run in (
+                (span.prefix_start, span.prefix, span.stride),
+                (span.k_start, span.length, span.stride),
+            )
+        ]
         return Ragged(
             q_index_N=self._unless_identity(q_index_N),
-            k_index_U=self._unless_identity(k_index_U),
-            q_starts=self._starts([span.q_length for span in spans]),
-            k_starts=self._starts([span.k_length for span in spans]),
-            longest_q=max(span.q_length for span in spans),
-            longest_k=max(span.k_length for span in spans),
+            k_index_U=self._unless_identity(_rows(k_runs)),
+            q_starts=self._starts([span.length for span in spans]),
+            k_starts=self._starts([span.prefix + span.length for span in spans]),
+            longest_q=max(span.length for span in spans),
+            longest_k=max(span.prefix + span.length for span in spans),
         )
 
     def _starts(self, lengths: list[int]) -> Tensor:
@@ -176,33 +213,52 @@ def _rows(runs: list[tuple[int, int, int]]) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
 
 
-def _strided(spans: list[Span]) -> Bundle | None:
-    """One call on views, or None where the spans differ in shape
-    or do not start at even distances.
+def _by_shape(blocks: Iterable[_Block]) -> Iterable[list[_Block]]:
+    shapes: defaultdict[tuple[int, int, int], list[_Block]] = defaultdict(list)
+    for block in blocks:
+        shapes[block.shape].append(block)
+    return shapes.values()
+
+
+def _continues(block: _Block, other: _Block) -> bool:
+    """Whether the other's queries follow the block's, and their keys are the same."""
+    return (
+        block.stride == other.stride == 1
+        and (other.k_start, other.k_length) == (block.k_start, block.k_length)
+        and other.q_start == block.q_start + block.q_length
+    )
+
+
+def _in_place(alike: list[_Block]) -> list[Bundle]:
+    """Blocks of one shape as views, in one call if their rows form a pattern."""
+    together = _strided(alike)
+    if together is not None:
+        return [together]
+    return [single for block in alike if (single := _strided([block]))]
+
+
+def _strided(blocks: list[_Block]) -> Bundle | None:
+    """One call on views, or None where the blocks differ in shape or do not start at even
+    distances.
     """
-    first, count = spans[0], len(spans)
-    second = spans[1] if count > 1 else first
-    q_step, k_step = second.q_start - first.q_start, second.k_start - first.k_start
-    for i, span in enumerate(spans):
-        if (span.q_length, span.k_length, span.stride) != (
-            first.q_length,
-            first.k_length,
-            first.stride,
-        ):
-            return None
-        if (span.q_start, span.k_start) != (first.q_start + i * q_step, first.k_start + i * k_step):
-            return None
-    if q_step < 0 or k_step < 0:
+    first, count = blocks[0], len(blocks)
+    q_step = blocks[1].q_start - first.q_start if count > 1 else 1
+    k_step = blocks[1].k_start - first.k_start if count > 1 else 1
+    if q_step <= 0 or k_step <= 0:  # views that overlap cannot be added to
         return None
+    for i, block in enumerate(blocks):
+        starts = (first.q_start + i * q_step, first.k_start + i * k_step)
+        if block.shape != first.shape or (block.q_start, block.k_start) != starts:
+            return None
     return Bundle(
         _Strided(first.q_start, count, q_step, first.q_length, first.stride),
         _Strided(first.k_start, count, k_step, first.k_length, first.stride),
     )
 
 
-def _indexed(spans: list[Span]) -> Bundle:
-    """One call on copies. Keys may be padded only where no query precedes them:
-    all spans square or of one shape.
+def _indexed(blocks: list[_Block]) -> Bundle:
+    """One call on copies. Keys may be padded only where no query sees the padding: all blocks are
+    square, or of one shape.
     """
 
     def side(runs: list[tuple[int, int, int]]) -> _Indexed:
@@ -211,20 +267,20 @@ def _indexed(spans: list[Span]) -> Bundle:
         return _Indexed(_rows(runs), _rows(places), len(runs), longest)
 
     return Bundle(
-        side([(span.q_start, span.q_length, span.stride) for span in spans]),
-        side([(span.k_start, span.k_length, span.stride) for span in spans]),
+        side([(block.q_start, block.q_length, block.stride) for block in blocks]),
+        side([(block.k_start, block.k_length, block.stride) for block in blocks]),
     )
 
 
-def _similar(spans: list[Span]) -> Iterator[list[Span]]:
-    """Square spans in runs whose shortest member is at least 3/4 of the longest, less 8:
+def _similar(blocks: list[_Block]) -> Iterator[list[_Block]]:
+    """Square blocks in runs whose shortest member is at least 3/4 of the longest, less 8:
     little padding.
     """
-    run: list[Span] = []
-    for span in sorted(spans, key=lambda span: (-span.q_length, span.q_start)):
-        if run and span.q_length < 0.75 * run[0].q_length - 8:
+    run: list[_Block] = []
+    for block in sorted(blocks, key=lambda block: (-block.q_length, block.q_start)):
+        if run and block.q_length < 0.75 * run[0].q_length - 8:
             yield run
             run = []
-        run.append(span)
+        run.append(block)
     if run:
         yield run

@@ -86,6 +86,26 @@ def naive_packed(lengths: list[int]) -> Callable[..., Tensor]:
     return run
 
 
+# Lengths of sequences, and the first row and number of the earlier rows that each one sees.
+SHARED = (
+    [9, 3, 0, 5, SHORT + 7, 6, 4, SHORT + 2, 1],
+    [(0, 0), (0, 6), (0, 6), (0, 6), (0, 6), (0, 0), (145, 5), (145, 5), (145, 5)],
+)
+
+
+def naive_shared(lengths: list[int], prefixes: list[tuple[int, int]]) -> Callable[..., Tensor]:
+    def run(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        parts = []
+        for start, length, (first, count) in zip(
+            starts_of(lengths), lengths, prefixes, strict=False
+        ):
+            rows = [*range(first, first + count), *range(start, start + length)]
+            parts.append(naive(q_THD[rows], k_TGD[rows], v_TGD[rows])[count:])
+        return torch.cat(parts)
+
+    return run
+
+
 def naive_padded(q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
     columns = zip(*(x.unbind(1) for x in (q_SBHD, k_SBGD, v_SBGD)), strict=True)
     return torch.stack([naive(*column) for column in columns], 1)

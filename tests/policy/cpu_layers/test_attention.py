@@ -12,11 +12,13 @@ from tests.policy.cpu_layers.attention_cases import (
     EXACT,
     MIXED,
     PACKS,
+    SHARED,
     core,
     error,
     naive,
     naive_packed,
     naive_padded,
+    naive_shared,
     packed_params,
     random_qkv,
     starts_of,
@@ -56,6 +58,24 @@ def test_padded(length: int, batch: int, groups: int, dtype: Any) -> None:
 @pytest.mark.parametrize("name", PACKS)
 def test_packed(name: str, groups: int, dtype: Any) -> None:
     assert packed_error(PACKS[name], 4, groups, 12, dtype) < EXACT[dtype]
+
+
+def shared_error(groups: int, dtype: Any, device: str = "cpu") -> float:
+    lengths, prefixes = SHARED
+    inputs = [x.to(dtype).double() for x in random_qkv((sum(lengths),), 4, groups, 12)]
+    attention, params = core(12), packed_params(starts_of(lengths), device=device)
+    params.prefixes = prefixes
+    found = with_gradients(
+        lambda *qkv: attention(*qkv, packed_seq_params=params),
+        [x.to(device, dtype) for x in inputs],
+    )
+    return error([x.cpu() for x in found], with_gradients(naive_shared(*SHARED), inputs))
+
+
+@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_sequences_that_share_rows(groups: int, dtype: Any) -> None:
+    assert shared_error(groups, dtype) < EXACT[dtype]
 
 
 def test_bfloat16_statistics_are_fp32() -> None:
@@ -161,5 +181,6 @@ def test_cuda(groups: int, dtype: torch.dtype, tolerance: float) -> None:
     assert (
         packed_error(MIXED, 4, groups, 12, dtype, "cuda") < tolerance
     )  # a width that must be padded
+    assert shared_error(groups, dtype, "cuda") < tolerance
     assert padded_error(50, 7, 4, groups, 32, dtype, "cuda") < tolerance
     assert padded_error(300, 1, 4, groups, 64, dtype, "cuda") < tolerance

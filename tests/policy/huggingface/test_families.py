@@ -117,6 +117,14 @@ def test_what_a_family_has_not_is_refused(
         build.transformer_config(published(name, **changes), PolicyConfig(), alone)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"), [("GLM-4.5-Air", "a model with experts"), ("DeepSeek-V3", "experts")]
+)
+def test_models_whose_prompts_cannot_be_shared(name: str, words: str, alone: Topology) -> None:
+    with pytest.raises(UserError, match=rf"shared_prompts=true does not work with .*{words}"):
+        build.transformer_config(published(name), PolicyConfig(shared_prompts=True), alone)
+
+
 def test_half_precision_keeps_the_routers_bias_in_fp32(tmp_path: Path, alone: Topology) -> None:
     directory = write_checkpoint(tmp_path / "model", tiny_config("glm4_moe"))
     model = PolicyModel(str(directory), PolicyConfig(dtype="bf16"), alone, 1.0)

@@ -2,10 +2,12 @@
 selects.
 
     python benchmarks/study.py runs/smollm2_135m/seed0/grpo_ds runs/smollm2_135m/seed0/stare
+    python benchmarks/study.py runs/smollm2_135m/seed0/stare --curve entropy,reward
 
 The summary is that of `compare`. z is the mean and the standard deviation over steps. The tables of
 L+ and L- count, over the steps with diagnostics, the ids that these name: those with the largest
-effect of each side, at most diagnostics.tokens a step.
+effect of each side, at most diagnostics.tokens a step. `--curve` prints means of metrics over every
+ten steps instead.
 """
 
 from __future__ import annotations
@@ -32,12 +34,30 @@ def main() -> None:
     """Print the tables of each run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
-    console = Console()
-    for run in parser.parse_args().runs:
+    parser.add_argument("--curve", type=lambda names: names.split(","), metavar="METRIC,METRIC,...")
+    options, console = parser.parse_args(), Console()
+    for run in options.runs:
+        if options.curve:
+            console.print(curve_of(run, options.curve))
+            continue
         console.print(summary_of(run))
         for side, name in (("chosen_positive", "L+"), ("chosen_negative", "L-")):
             if (table := selected(run, side, name)).row_count:
                 console.print(table)
+
+
+def curve_of(run: Path, metrics: list[str]) -> Table:
+    """Means of these metrics over every ten steps. SystemExit: a step lacks one of them."""
+    rows = read_metrics(run / METRICS_NAME)
+    for metric in metrics:
+        if any(metric not in row for row in rows):
+            raise SystemExit(f"--curve: {metric!r} is not in every row of {run / METRICS_NAME}")
+    table = Table("steps", *metrics, title=str(run))
+    for start in range(0, len(rows), 10):
+        ten = rows[start : start + 10]
+        means = [statistics.mean(row[metric] for row in ten) for metric in metrics]
+        table.add_row(f"{ten[0]['step']} to {ten[-1]['step']}", *(f"{mean:.3f}" for mean in means))
+    return table
 
 
 def summary_of(run: Path) -> Table:

@@ -36,7 +36,7 @@ from megatron_stare.policy.cpu_layers.spans import Bundle, Spans
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 _BOTTOM_RIGHT = 2  # custom_mask_type of aten._efficient_attention_forward
-_SHORT = 256  # rows of a span whose half-precision backward runs in fp32 on a CPU
+_SHORT = 256  # queries or keys of a call whose half-precision backward runs in fp32 on a CPU
 _FLASH_WIDTH = 8  # FlashAttention's head widths are multiples of this
 
 
@@ -155,8 +155,9 @@ def _cpu_call_backward(
     queries: list[Tensor], k_nLGD: Tensor, v_nLGD: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
     dtype = k_nLGD.dtype
-    # torch's kernel needs six times as long in bf16 for spans of 70 rows, and less for 1024
-    wide = torch.float32 if dtype in _HALF and queries[0].shape[1] <= _SHORT else dtype
+    # torch's kernel needs two to six times as long in bf16 for so few rows, and less for 1024
+    few = min(queries[0].shape[1], k_nLGD.shape[1]) <= _SHORT
+    wide = torch.float32 if dtype in _HALF and few else dtype
     grad, q, out, k, v = (x.to(wide).transpose(1, 2) for x in (*queries[:3], k_nLGD, v_nLGD))
     lse = queries[3].transpose(1, 2)
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward

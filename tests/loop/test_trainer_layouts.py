@@ -119,6 +119,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "packed": (PACKED,),
         "shared prompts": (PACKED, SHARED),
         "shared prompts gspo": (PACKED, SHARED, GSPO),
+        "shared prompts exact": (PACKED, SHARED, EXACT),
         "one micro-batch of shared prompts": (
             "policy.max_tokens_per_gpu=2000",
             *(PACKED, SHARED, "policy.recompute_granularity=full"),

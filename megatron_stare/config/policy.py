@@ -95,8 +95,7 @@ class PolicyConfig:
     """Pack sequences end to end; if false, they are padded on the right, which is faster for many
     short sequences on a CPU."""
     shared_prompts: bool = False
-    """Compute the prompt of a group once for all of its responses that are in one micro-batch; not
-    with TransformerEngine's layers."""
+    """Compute the prompt of a group once for all of its responses that are in one micro-batch."""
     head: Literal["fused", "recompute", "logits"] = "fused"
     """How the vocabulary projection runs: `fused` and `recompute` work in chunks and keep no full
     logits, `logits` keeps them all."""

@@ -92,7 +92,7 @@ def build_model(
             chunk = GPTModel(
                 config=config,
                 transformer_layer_spec=_layer_specs(
-                    config, topology, numbered, local=device is not None
+                    config, topology, numbered, policy.shared_prompts, local=device is not None
                 ),
                 vocab_size=padded_vocab_size(hf, topology.tensor_size),
                 max_sequence_length=hf.max_position_embeddings,
@@ -224,9 +224,11 @@ def _has_transformer_engine() -> bool:
     return hardware().has_transformer_engine
 
 
-def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, local: bool) -> Any:
-    """TransformerEngine's layers where it and CUDA are there;
-    else Megatron's local ones with our attention.
+def _layer_specs(
+    config: Any, topology: Topology, virtual_stage: int | None, shared_prompts: bool, local: bool
+) -> Any:
+    """TransformerEngine's layers where it and CUDA are there, with its attention or, for shared
+    prompts, ours; else Megatron's local ones with our attention.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.identity_op import IdentityOp
@@ -245,10 +247,12 @@ def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, loc
 
         for spec in block.layer_specs:
             spec.submodules.self_attention.module = LatentAttention
-    if transformer_engine:
-        return block
     from megatron_stare.policy.cpu_layers.attention import CoreAttention, RMSNorm
 
+    for spec in block.layer_specs if shared_prompts or not transformer_engine else ():
+        spec.submodules.self_attention.submodules.core_attention = CoreAttention
+    if transformer_engine:
+        return block
     for spec in block.layer_specs:
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
@@ -256,7 +260,6 @@ def _layer_specs(config: Any, topology: Topology, virtual_stage: int | None, loc
             layer.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         elif config.multi_latent_attention:  # but it does into a dense MLP
             layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-        attention.core_attention = CoreAttention
         if not config.multi_latent_attention:
             attention.q_layernorm = attention.k_layernorm = (
                 RMSNorm if config.qk_layernorm else IdentityOp
@@ -297,7 +300,6 @@ def _check_shared_prompts(hf: PretrainedConfig, policy: PolicyConfig) -> None:
     if not policy.shared_prompts:
         return
     found = {
-        "TransformerEngine's layers": _has_transformer_engine(),
         "a model with experts": any(sparse_layers(hf)),
         "latent attention": megatron_fields(hf).get("multi_latent_attention", False),
     }

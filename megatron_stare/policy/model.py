@@ -317,7 +317,7 @@ class PolicyModel:
                 micro.token_BS,
                 micro.position_BS,
                 None,
-                packed_seq_params=_packed(micro),
+                packed_seq_params=_packed(micro, self.policy.shared_prompts),
                 output_processor=loss_head,
                 output_processor_context=context(micro),
             )
@@ -385,10 +385,10 @@ def _digest(value: Any) -> str:
     return digest(json.dumps(value))
 
 
-def _packed(micro: MicroBatch) -> Any:
+def _packed(micro: MicroBatch, shared_prompts: bool) -> Any:
     """Megatron's PackedSeqParams of a packed micro-batch with its prefixes, None for a padded one.
 
-    TransformerEngine's kernels read the lengths on the device; without it the host does, layer by
+    TransformerEngine's attention reads the lengths on the device; for ours the host does, layer by
     layer, and would wait for a device each time.
     """
     if micro.cumulative_lengths is None:
@@ -396,7 +396,7 @@ def _packed(micro: MicroBatch) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     cumulative = micro.cumulative_lengths
-    if hardware().has_transformer_engine:
+    if hardware().has_transformer_engine and not shared_prompts:
         cumulative = to_device(cumulative, micro.token_BS.device)
     params = PackedSeqParams(
         qkv_format="thd",

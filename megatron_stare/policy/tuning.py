@@ -106,6 +106,13 @@ def _free_routers(situation: Situation) -> str:
     return _engine(2, 7, experts=True)(situation)
 
 
+def _rope_fusion(situation: Situation) -> str:
+    """TransformerEngine's kernel counts positions from 0 in every sequence of a micro-batch."""
+    return (
+        "policy.shared_prompts=false" if situation.policy.shared_prompts else _engine(2)(situation)
+    )
+
+
 def _weight_gradients(situation: Situation) -> str:
     if situation.hardware.has_transformer_engine or situation.hardware.weight_gradients:
         return ""
@@ -135,7 +142,7 @@ SWITCHES: dict[str, Switch] = {
     "gradient_accumulation_fusion": Switch(_weight_gradients, _always),
     "bias_activation_fusion": Switch(_nothing, _on_gpu),
     "bias_dropout_fusion": Switch(_nothing, _on_gpu),
-    "apply_rope_fusion": Switch(_engine(2), _always),
+    "apply_rope_fusion": Switch(_rope_fusion, _always),
     "moe_permute_fusion": Switch(_engine(2, 1, experts=True), _always),
     "moe_router_fusion": Switch(_free_routers, _always),
     "overlap_grad_reduce": Switch(_nothing, _several_replicas),

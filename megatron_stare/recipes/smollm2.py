@@ -28,7 +28,7 @@ from megatron_stare.config import (
     ScoringConfig,
     TrainConfig,
 )
-from megatron_stare.system import multiplies_bf16, nvidia_driver
+from megatron_stare.system import multiplies_bf16
 
 MODEL = "models/smollm2-135m"
 TEACHER = "models/smollm2-135m-grpo"  # written by `convert megatron-to-hf` from a finished run
@@ -86,7 +86,7 @@ def _study(name: str, task: str, demonstrations: str, steps: int) -> Config:
             hf_checkpoint=MODEL,
             dtype="bf16" if multiplies_bf16() else "fp32",
             max_tokens_per_gpu=1024,
-            shared_prompts=not nvidia_driver(),
+            shared_prompts=True,
         ),
         optimizer=OptimizerConfig(lr=1e-5, lr_warmup_iters=3),
         rollout=RolloutConfig(

@@ -83,6 +83,16 @@ def test_a_run_in_fp8_is_saved_and_goes_on_where_it_was(
         assert once[0][key] != pytest.approx(in_bf16[key], rel=1e-5), key
 
 
+def test_shared_prompts_in_transformer_engines_layers(train: Callable[..., Rows]) -> None:
+    """Two steps in fp32 have the numbers of whole sequences."""
+    options = ("policy.packed_sequences=true", "policy.max_tokens_per_gpu=256")
+    whole = train("whole", 2, *options)
+    shared = train("shared", 2, *options, "policy.shared_prompts=true")
+    for one, other in zip(whole, shared, strict=True):
+        for key in EXACT:
+            assert one[key] == pytest.approx(other[key], rel=1e-4), key
+
+
 def test_widths_that_fp8_cannot_multiply_are_named(tmp_path: Path, topology: Topology) -> None:
     if not build._has_transformer_engine():
         pytest.skip("no TransformerEngine here: run tools/nullcuda/build")

@@ -74,6 +74,10 @@ def test_a_switch_that_is_set_stays(name: str) -> None:
     ("overrides", "machine", "message"),
     [
         (("tuning.apply_rope_fusion=true",), BARE, "needs TransformerEngine 2 and a GPU"),
+        (
+            ("tuning.apply_rope_fusion=true", "shared_prompts=true"),
+            *(H100, "needs policy.shared_prompts=false"),
+        ),
         (("tuning.gradient_accumulation_fusion=true",), BARE, "NVIDIA's apex"),
         (("tuning.moe_router_fusion=true",), H100, "needs a model with experts"),
         (("fp8=hybrid", "tuning.fp8_recipe=mxfp8"), H100, "compute capability 10.0"),

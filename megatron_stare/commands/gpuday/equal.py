@@ -26,6 +26,7 @@ from megatron_stare.records import Group, Prompt, Rollout
 
 COMPARED = ("loss", "grad_norm", "entropy", "surprisal", "chosen_positive")
 PACKED, BF16 = "policy.packed_sequences=true", "policy.dtype=bf16"
+SHARED = "policy.shared_prompts=true"
 TP = "policy.tensor_model_parallel_size=2"
 SP = "policy.sequence_parallel=true"
 PP = "policy.pipeline_model_parallel_size=2"
@@ -55,6 +56,7 @@ def run(day: Day) -> Iterator[Measurement]:
         del models[4]
     cpu = {experts: _metrics(day, models[experts], "cpu", 1, (), ON_CPU) for experts in models}
     cases = {"one rank, padded": (1, False, ()), "one rank, packed": (1, False, (PACKED,))}
+    cases["one rank, shared prompts"] = (1, False, (PACKED, SHARED))
     cases |= {} if day.rehearsal else {"experts": (1, True, (PACKED,))}
     most = max(2, day.gpus) if day.rehearsal else day.gpus
     wanted = ("TP2 SP packed",) if day.rehearsal else tuple(LAYOUTS)

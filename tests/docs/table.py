@@ -299,6 +299,16 @@ LORA = {
     "policy.offload_while_generating=false": Run(),
 }
 DISTILLED = {
+    f".venv/bin/{PYTHON} convert megatron-to-hf runs/smollm2_135m_lora/seed0/grpo_ds "
+    "models/smollm2-135m-grpo": Elsewhere(
+        "tests/recipes/test_smollm2.py::test_an_arm_learns_from_the_weights_of_another"
+    ),
+    f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_distilled "
+    "--losses distilled --seeds 0,1,2": Elsewhere(
+        "tests/recipes/test_smollm2.py::test_an_arm_learns_from_the_weights_of_another"
+    ),
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_distilled/seed0/distilled "
+    "--curve reward,entropy,reference_kl": Run(needs=(UNPACK,)),
     f"{PYTHON} plan short_cot_7b policy.ref_hf_checkpoint=Qwen2.5-7B loss.distillation_coef=1 "
     "loss.reward_coef=0 rollout.dynamic_sampling=false": Run(),
     f"{PYTHON} plan short_cot_7b policy.ref_hf_checkpoint=Qwen2.5-32B loss.distillation_coef=1 "

@@ -10,7 +10,7 @@ import pytest
 from megatron_stare.__main__ import main
 from megatron_stare.config import differences, override
 from megatron_stare.recipes import find_recipe
-from megatron_stare.recipes.smollm2 import ADAPTED
+from megatron_stare.recipes.smollm2 import ADAPTED, TEACHER
 from megatron_stare.reporting.logbook import read_metrics
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
@@ -25,12 +25,15 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     config = tiny_config("llama", **shape, tie_word_embeddings=True)
     model = write_checkpoint(directory / "model", config)
     byte_tokenizer().save_pretrained(model)
-    options = (f"policy.hf_checkpoint={model}", f"run.dir={directory / 'run'}")
-    options += ("data.rollout_max_prompt_len=160", "rollout.rollout_max_response_len=16")
-    options += ("cold_start.steps=4", "train.num_rollout=2", "rollout.dynamic_sampling=false")
-    options += ("evaluation.eval_interval=0",)
-    assert main(["train", request.param, *options]) == 0
+    assert main(["train", request.param, *options_of(model, directory / "run")]) == 0
     return directory / "run"
+
+
+def options_of(model: Path, run: Path) -> list[str]:
+    options = [f"policy.hf_checkpoint={model}", f"run.dir={run}"]
+    options += ["data.rollout_max_prompt_len=160", "rollout.rollout_max_response_len=16"]
+    options += ["cold_start.steps=4", "train.num_rollout=2", "rollout.dynamic_sampling=false"]
+    return [*options, "evaluation.eval_interval=0"]
 
 
 def test_both_arms_train_from_one_cold_start(finished: Path) -> None:
@@ -41,6 +44,21 @@ def test_both_arms_train_from_one_cold_start(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     assert {"grpo_ds", "stare"} <= set(summary["runs"])
     assert (finished / "report.html").is_file()
+
+
+@pytest.mark.parametrize("finished", ["smollm2_135m"], indirect=True)
+def test_an_arm_learns_from_the_weights_of_another(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished.parent)
+    arm = str(finished / "seed0" / "grpo_ds")
+    assert main(["convert", "megatron-to-hf", arm, TEACHER]) == 0
+    options = options_of(finished.parent / "model", finished.parent / "distilled")
+    assert main(["compare", "smollm2_135m", *options, "--losses", "distilled"]) == 0
+    rows = read_metrics(finished.parent / "distilled" / "seed0" / "distilled" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    # No response of that model is right: its arm kept the weights that the student starts with.
+    assert [row["reference_kl"] for row in rows] == pytest.approx([0.0, 0.0], abs=1e-5)
 
 
 def test_adapted_arms_are_their_arm_with_adapters() -> None:

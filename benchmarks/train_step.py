@@ -3,6 +3,8 @@ and what policy/runtime.py costs.
 
     export OMP_NUM_THREADS=1
     python benchmarks/train_step.py                                       all three tables
+    python benchmarks/train_step.py --only-steps --sequences 48 --group 8 --prompts 38 38 \\
+        --tokens 53 67                                                    short responses
     python benchmarks/train_step.py --runs runs/quickstart/seed0/stare    and a finished run's
     python benchmarks/train_step.py --json step.json
 
@@ -91,18 +93,22 @@ def settings(checkpoint: Path, *overrides: str) -> Config:
 
 
 def sequences(options: argparse.Namespace, model: Any) -> list[Group]:
-    """Groups of four: prompts of 16 to 48 tokens, 64 to 256 tokens in all,
-    old log-probs 0.2 nats off the model's.
+    """Groups with prompts and whole sequences of random lengths, old log-probs 0.2 nats off the
+    model's.
     """
     generator, groups = torch.Generator().manual_seed(0), []
 
     def drawn(low: int, high: int, *size: int) -> Tensor:
         return torch.randint(low, high, size, generator=generator)
 
-    for number in range(options.sequences // 4):
-        rollouts, prompt = [], drawn(1, options.vocabulary, int(drawn(16, 49)))
-        for advantage in (-1.5, -0.5, 0.5, 1.5):
-            response = drawn(1, options.vocabulary, int(drawn(64, 257)) - len(prompt))
+    def length(bounds: list[int]) -> int:
+        return int(drawn(bounds[0], bounds[1] + 1))
+
+    for number in range(options.sequences // options.group):
+        rollouts, prompt = [], drawn(1, options.vocabulary, length(options.prompts))
+        for advantage in numpy.linspace(-1.5, 1.5, options.group).tolist():
+            whole = length(options.tokens)
+            response = drawn(1, options.vocabulary, whole - len(prompt))
             with torch.no_grad():
                 logits_TV = model(torch.cat([prompt, response])[None]).logits[
                     0, len(prompt) - 1 : -1
@@ -319,10 +325,15 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--only-steps", action="store_true", help="table 1 alone")
     parser.add_argument("--width", type=int, default=256, help="hidden size, a multiple of 64")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--sequences", type=int, default=32, help="a multiple of 4")
+    parser.add_argument("--sequences", type=int, default=32, help="a multiple of --group")
+    parser.add_argument("--group", type=int, default=4, help="responses to a prompt")
+    bounds: dict[str, Any] = {"type": int, "nargs": 2, "metavar": ("LEAST", "MOST")}
+    parser.add_argument("--prompts", default=[16, 48], help="tokens of a prompt", **bounds)
+    parser.add_argument("--tokens", default=[64, 256], help="of a prompt and a response", **bounds)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6, help="of the quickstart, per arm")
@@ -360,6 +371,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="step-") as name, session(Config().policy) as topology:
         folder = Path(name)
         steps, ours = compare_steps(options, topology, folder / "model")
+        if options.only_steps:
+            return
         trainers = quickstart_runs(options, topology, folder)
         runs = {name: trainer.directory for name, trainer in trainers.items()}
         phases = breakdown(runs | {str(path): path for path in options.runs})

@@ -25,6 +25,11 @@ BENCHMARKS = {
         *("--width", "64", "--layers", "1", "--vocabulary", "512", "--sequences", "4"),
         *("--rounds", "1", "--steps", "2", "--cold-start-steps", "2"),
     ),
+    f"{ONE_THREAD}/train_step.py --only-steps --sequences 48 --group 8 --prompts 38 38 "
+    "--tokens 53 67": benchmark(
+        *("--width", "64", "--layers", "1", "--vocabulary", "512", "--sequences", "8"),
+        *("--rounds", "1"),
+    ),
     f"{ONE_THREAD}/sampling.py --model models/smollm2-135m": benchmark(
         *("--sequences", "8", "--tokens", "4", "--rounds", "1", "--model", "")
     ),

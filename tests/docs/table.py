@@ -291,6 +291,10 @@ LORA = {
     "stare_rank8": Elsewhere(
         "tests/recipes/test_smollm2.py::test_adapted_arms_are_their_arm_with_adapters"
     ),
+    f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_apart "
+    "adapters.merge=false --losses grpo_ds_rank8 --seeds 0,1,2": Elsewhere(
+        "tests/recipes/test_smollm2.py::test_adapted_arms_are_their_arm_with_adapters"
+    ),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lora/seed0/grpo_ds_rank8_1x": Run(
         needs=(UNPACK,)
     ),

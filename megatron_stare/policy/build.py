@@ -92,7 +92,7 @@ def build_model(
             chunk = GPTModel(
                 config=config,
                 transformer_layer_spec=_layer_specs(
-                    config, topology, numbered, policy.shared_prompts, local=device is not None
+                    config, topology, numbered, device is not None, policy.shared_prompts
                 ),
                 vocab_size=padded_vocab_size(hf, topology.tensor_size),
                 max_sequence_length=hf.max_position_embeddings,
@@ -225,7 +225,11 @@ def _has_transformer_engine() -> bool:
 
 
 def _layer_specs(
-    config: Any, topology: Topology, virtual_stage: int | None, shared_prompts: bool, local: bool
+    config: Any,
+    topology: Topology,
+    virtual_stage: int | None,
+    local: bool,
+    shared_prompts: bool = False,
 ) -> Any:
     """TransformerEngine's layers where it and CUDA are there, with its attention or, for shared
     prompts, ours; else Megatron's local ones with our attention.

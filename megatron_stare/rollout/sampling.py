@@ -52,15 +52,13 @@ def sample(
     if top_p >= 1 and not 0 < top_k < logprob_BV.shape[-1]:
         token_B = _inverse_by_blocks(logprob_BV.exp(), uniform_B)
         return token_B, logprob_BV.gather(-1, token_B[:, None])[:, 0]
-    weight_BV = logprob_BV.double().exp()
-    if top_p < 1 or 0 < top_k < weight_BV.shape[-1]:
-        ordered_BV, order_BV = weight_BV.sort(dim=-1, descending=True, stable=True)
-        if top_p < 1:
-            before_BV = ordered_BV.cumsum(-1) - ordered_BV
-            ordered_BV = ordered_BV.where(before_BV < top_p, 0.0)
-        if top_k > 0:
-            ordered_BV[:, top_k:] = 0.0
-        weight_BV = torch.zeros_like(weight_BV).scatter(-1, order_BV, ordered_BV)
+    ordered_BV, order_BV = logprob_BV.double().exp().sort(dim=-1, descending=True, stable=True)
+    if top_p < 1:
+        before_BV = ordered_BV.cumsum(-1) - ordered_BV
+        ordered_BV = ordered_BV.where(before_BV < top_p, 0.0)
+    if top_k > 0:
+        ordered_BV[:, top_k:] = 0.0
+    weight_BV = torch.zeros_like(ordered_BV).scatter(-1, order_BV, ordered_BV)
     token_B = _inverse(weight_BV, uniform_B * weight_BV.sum(-1))
     return token_B, logprob_BV.gather(-1, token_B[:, None])[:, 0]
 

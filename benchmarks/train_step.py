@@ -107,8 +107,7 @@ def sequences(options: argparse.Namespace, model: Any) -> list[Group]:
     for number in range(options.sequences // options.group):
         rollouts, prompt = [], drawn(1, options.vocabulary, length(options.prompts))
         for advantage in numpy.linspace(-1.5, 1.5, options.group).tolist():
-            whole = length(options.tokens)
-            response = drawn(1, options.vocabulary, whole - len(prompt))
+            response = drawn(1, options.vocabulary, length(options.tokens) - len(prompt))
             with torch.no_grad():
                 logits_TV = model(torch.cat([prompt, response])[None]).logits[
                     0, len(prompt) - 1 : -1
@@ -371,20 +370,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="step-") as name, session(Config().policy) as topology:
         folder = Path(name)
         steps, ours = compare_steps(options, topology, folder / "model")
-        if options.only_steps:
-            return
-        trainers = quickstart_runs(options, topology, folder)
-        runs = {name: trainer.directory for name, trainer in trainers.items()}
-        phases = breakdown(runs | {str(path): path for path in options.runs})
-        cost = [runtime_cost(ours.score_and_update, "one score + update of the packed contender")]
-        cost.append(cost_of_a_step(trainers["quickstart, stare"].config, topology))
-    if options.json:
         document = {
             "machine": machine(torch.device("cpu")),
             "options": vars(options),
             "steps": steps,
         }
-        document |= {"phases": phases, "runtime": cost}
+        if not options.only_steps:
+            trainers = quickstart_runs(options, topology, folder)
+            runs = {name: trainer.directory for name, trainer in trainers.items()}
+            document["phases"] = breakdown(runs | {str(path): path for path in options.runs})
+            title = "one score + update of the packed contender"
+            resumed = trainers["quickstart, stare"].config
+            document["runtime"] = [
+                runtime_cost(ours.score_and_update, title),
+                cost_of_a_step(resumed, topology),
+            ]
+    if options.json:
         options.json.write_text(json.dumps(document, indent=2, default=str) + "\n")
 
 

@@ -60,7 +60,7 @@ def loaded(
 @pytest.mark.parametrize(
     ("family", "dtype", "more"),
     [
-        ("qwen2_tied", "fp32", ()),
+        pytest.param("qwen2_tied", "fp32", (), marks=pytest.mark.slow),
         ("qwen2_tied", "bf16", ()),
         ("deepseek_v3", "fp32", (LATENT,)),
         ("glm4_moe", "fp32", (WHOLE,)),

@@ -156,7 +156,7 @@ def two_updates(directory: str, options: tuple[str, ...]) -> dict[str, Any]:
         Config(),
         [
             f"policy.hf_checkpoint={directory}",
-            *("policy.max_tokens_per_gpu=60", "optimizer.lr=1", "optimizer.adam_eps=1"),
+            *("policy.max_tokens_per_gpu=100", "optimizer.lr=1", "optimizer.adam_eps=1"),
             *("adapters.rank=3", "adapters.alpha=8", "optimizer.weight_decay=0", *options),
         ],
     )
@@ -167,21 +167,20 @@ def two_updates(directory: str, options: tuple[str, ...]) -> dict[str, Any]:
     start = actor.score(actor.pack(rounds_of_groups(), 0))
     with actor.base():
         base = actor.score(actor.pack(rounds_of_groups(), 0))
-    metrics = []
+    metrics, batch = [], start
     for _ in range(2):
-        batch = actor.score(actor.pack(rounds_of_groups(), 0))
         signals = objective.plan(batch, settings, topology.across, {})
         metrics.append(actor.update(batch, objective.bind(settings), signals)[0])
+        batch = actor.score(actor.pack(rounds_of_groups(), 0))
     with actor.base():
         after = actor.score(actor.pack(rounds_of_groups(), 0))
-    moved = actor.score(actor.pack(rounds_of_groups(), 0))
     weights = {name: tensor.clone() for name, tensor in actor.weights()}
     del actor.base_fingerprint
     return {
         "metrics": metrics,
         "weights": weights,
         "prints": (before, actor.base_fingerprint),
-        "surprisal": [b.surprisal_T for b in (start, base, after, moved)],
+        "surprisal": [b.surprisal_T for b in (start, base, after, batch)],
         "trainable": sum(
             p.numel() for c in actor.chunks for p in c.parameters() if p.requires_grad
         ),

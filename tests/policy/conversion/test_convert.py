@@ -44,11 +44,13 @@ LAYOUTS = {
 
 
 def families_of(layout: str) -> tuple[str, ...]:
-    """Megatron always numbers the layers of a mixed model;
-    experts are spread over ranks where there are some.
+    """Megatron always numbers the layers of a mixed model; experts are spread over ranks where
+    there are some. Every family has TP2 and PP2, and one of each kind has both together.
     """
     if layout == "stacked":
         return FAMILIES[:-5]
+    if layout == "tp2_pp2":
+        return ("qwen2_tied", "qwen3_moe", "deepseek_v3")
     return FAMILIES[-5:] if layout == "ep2" else FAMILIES
 
 

@@ -70,7 +70,7 @@ def summary_of(run: Path) -> Table:
     rows = read_metrics(run / METRICS_NAME)
     for row in rows:
         for key in row:
-            if key.endswith(("avg_at_k", "pass_at_k")):
+            if key.endswith(("avg_at_k", "pass_at_k", "majority_at_k")):
                 table.add_row(f"{key}, step {row['step']}", interval(row, key))
     for key in ("logprob_diff_mean", "adapters/merge_error", "seconds_update"):
         if values := [row[key] for row in rows if key in row]:

@@ -291,11 +291,22 @@ LORA = {
     "stare_rank8": Elsewhere(
         "tests/recipes/test_smollm2.py::test_adapted_arms_are_their_arm_with_adapters"
     ),
-    f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_apart "
-    "adapters.merge=false --losses grpo_ds_rank8 --seeds 0,1,2": Elsewhere(
-        "tests/recipes/test_smollm2.py::test_adapted_arms_are_their_arm_with_adapters"
+    **{
+        f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_apart "
+        f"adapters.merge=false --losses {arms}": Elsewhere(
+            "tests/recipes/test_smollm2.py::test_adapted_arms_are_their_arm_with_adapters"
+        )
+        for arms in (
+            "grpo_ds_rank1,grpo_ds_rank32,grpo_ds_rank1_1x,grpo_ds_rank8_1x,grpo_ds_rank32_1x,"
+            "stare_rank32",
+            "grpo_ds_rank8,stare_rank8 --seeds 0,1,2",
+        )
+    },
+    f".venv/bin/{PYTHON} evaluate runs/smollm2_135m_apart/seed0/stare_rank8 "
+    "evaluation.per_set.heldout.temperature=0.6 evaluation.per_set.heldout.n_samples=16": Elsewhere(
+        "tests/loop/evaluation/test_evaluation.py"
     ),
-    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lora/seed0/grpo_ds_rank8_1x": Run(
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_apart/seed0/stare_rank8": Run(
         needs=(UNPACK,)
     ),
     f"{PYTHON} plan long_cot_32b_lora --rollout-gpus 8 adapters.merge=false "

@@ -281,6 +281,9 @@ LORA_RUN = (
     f"{TORCHRUN} train short_cot_7b policy.hf_checkpoint=/models/Qwen2.5-Math-7B "
     "data.prompt_data=dapo17k.parquet adapters.rank=32 optimizer.lr=1e-5 run.dir=runs/lora"
 )
+ADAPTED_ARMS = Elsewhere(
+    "tests/recipes/test_smollm2.py::test_adapted_arms_are_their_arm_with_adapters"
+)
 LORA = {
     LORA_RUN: Run(SMALL, markers=SLOW),
     f"{PYTHON} convert megatron-to-peft runs/lora adapters": Run(needs=(LORA_RUN,), markers=SLOW),
@@ -288,14 +291,10 @@ LORA = {
     f"{PYTHON} plan long_cot_32b_lora": Run(),
     f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_lora --losses "
     "grpo_ds,grpo_ds_rank1,grpo_ds_rank8,grpo_ds_rank32,grpo_ds_rank8_1x,stare,stare_rank1,"
-    "stare_rank8": Elsewhere(
-        "tests/recipes/test_smollm2.py::test_adapted_arms_are_their_arm_with_adapters"
-    ),
+    "stare_rank8": ADAPTED_ARMS,
     **{
         f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_apart "
-        f"adapters.merge=false --losses {arms}": Elsewhere(
-            "tests/recipes/test_smollm2.py::test_adapted_arms_are_their_arm_with_adapters"
-        )
+        f"adapters.merge=false --losses {arms}": ADAPTED_ARMS
         for arms in (
             "grpo_ds_rank1,grpo_ds_rank32,grpo_ds_rank1_1x,grpo_ds_rank8_1x,grpo_ds_rank32_1x,"
             "stare_rank32",
@@ -320,7 +319,7 @@ DISTILLED = {
     ),
     f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_distilled "
     "--losses distilled --seeds 0,1,2": Elsewhere(
-        "tests/recipes/test_smollm2.py::test_an_arm_learns_from_the_weights_of_another"
+        "tests/recipes/test_smollm2.py::test_the_distilled_arm_reads_its_teacher"
     ),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_distilled/seed0/distilled "
     "--curve reward,entropy,reference_kl": Run(needs=(UNPACK,)),

@@ -109,6 +109,7 @@ EP, OF_LATENT = "policy.expert_model_parallel_size=2", f"adapters.targets={LATEN
 # Whole experts on every rank, of which SP divides the tokens.
 WHOLE = (TP, SP, "policy.expert_tensor_parallel_size=1")
 SHARED = "adapters.experts=shared"
+SMALLER = "policy.max_tokens_per_gpu=60"  # several micro-batches for each data rank too
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     1: {
         "one": (),
@@ -132,12 +133,12 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "PP2": (PP,),
         "PP2 VPP2 recompute": (PP, VPP, FULL),
         "CP2": (CP,),
-        "DP2 distributed optimizer": (SPREAD,),
+        "DP2 distributed optimizer": (SPREAD, SMALLER),
         "latent TP2 SP": (OF_LATENT, TP, SP),
         "latent PP2": (OF_LATENT, PP),
         "latent CP2": (OF_LATENT, CP),
         "latent EP2": (OF_LATENT, EP),
-        "experts EP2 distributed optimizer": (EP, SPREAD),
+        "experts EP2 distributed optimizer": (EP, SPREAD, SMALLER),
         "experts TP2 EP2": (*WHOLE, EP),
         "experts TP2": WHOLE,
         "shared EP2": (SHARED, EP),

@@ -67,8 +67,8 @@ def build_model(
     topology: Topology,
     device: torch.device | None = None,
 ) -> list[Any]:
-    """This rank's GPTModel chunks (one, or one per virtual stage),
-    weights not yet loaded (hf_weights.load_hf).
+    """This rank's GPTModel chunks (one, or one per virtual stage); their weights are not yet loaded
+    (policy/huggingface/weights.py, load_hf).
 
     On the meta device it takes no memory and says where a checkpoint holds what
     (policy/conversion/megatron_files.py).

@@ -101,7 +101,7 @@ class Routers:
         self, batch: TokenBatch, *, record: bool = False, coefficient: float = 0.0
     ) -> Iterator[None]:
         """While one schedule goes over the batch. `record`: keep what is chosen, for `recorded`.
-        `coefficient`: of the load-balancing loss, whose gradient joins (load.py); the batch has its
+        `coefficient`: of the load-balancing loss, whose gradient joins; the batch then has its
         `expert_tokens_LE`.
         """
         for place, layer in enumerate(self.layers):

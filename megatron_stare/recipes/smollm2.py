@@ -39,10 +39,17 @@ CRITICAL = (*STARE, "loss.controller=critical", "loss.w_max=10")
 ARMS = {
     "grpo_ds": ["loss.name=dapo"],
     "stare": [*CRITICAL, "loss.select=rising"],
+    "stare_low": [*CRITICAL, "loss.select=rising", "loss.target_entropy=0.1"],
     "stare_2_percent": [*CRITICAL, "loss.top_p_ratio=0.02"],
     "stare_paper": list(STARE),
     "stare_adaptive": [*STARE, "loss.adaptive=true", "loss.alpha=0.05", "loss.w_max=2"],
-    "entropic": ["loss.name=entropic", "loss.settings.target=0.2"],
+    "bonus": [  # an entropy bonus that follows the same target
+        "loss.name=skywork_or1",
+        "loss.settings.target=0.2",
+        "loss.settings.delta=0.001",
+        "loss.settings.coefficient_max=0.1",
+    ],
+    "repo_r": ["loss.name=repo_r", "loss.settings.target=0.2", "loss.settings.zeta_max=0.5"],
     "distilled": [
         "loss.name=dapo",
         "loss.distillation_coef=1",

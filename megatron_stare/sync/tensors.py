@@ -48,8 +48,8 @@ class TensorTransport(Transport):
     else the bucket by value, which is slow for a large model.
 
     With a handle (CUDA IPC) the server maps the trainer's memory and copies from it; only a table
-    of names goes over the network. A server must see the GPU of the memory. No server has opened a
-    handle in a test yet.
+    of names goes over the network. A server must see the GPU of the memory. No test has a server
+    that opens a handle; docs/gpuday_h200.md describes the one that did.
     """
 
     def __init__(self, pool: SGLangPool, settings: SGLangConfig) -> None:

@@ -17,8 +17,7 @@ arXiv 2310.01889).
 CPU: spans of one shape run as one call; their prefixes, which need no mask, are further calls, and
 the results are merged by log-sum-exp. CUDA: one varlen call for everything, whose causal mask is
 bottom-right already: FlashAttention-2 in half precision, the memory-efficient kernel in fp32. The
-CUDA functions were written without a device at hand; the tests marked `gpu` in
-tests/policy/cpu_layers/test_attention.py check them.
+tests marked `gpu` in tests/policy/cpu_layers/test_attention.py check the CUDA functions.
 
 Shape legend: N query rows, U key rows, H query heads, G key-value heads (G divides H), D head
 width; in one call n spans of L rows.

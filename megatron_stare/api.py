@@ -132,9 +132,9 @@ def train(
     return TrainingResult(Path(config.run.dir), complete)
 
 
-def evaluate(config: Config) -> Evaluation:
-    """avg@k, pass@k and majority@k of the newest checkpoint of run.dir, or of policy.hf_checkpoint
-    where the run has none, on evaluation.eval_data. Resumable. Collective.
+def evaluate(config: Config, *, load: str = "latest") -> Evaluation:
+    """avg@k, pass@k and majority@k of a checkpoint of run.dir (`load` as in `train`), or of
+    policy.hf_checkpoint where the run has none, on evaluation.eval_data. Resumable. Collective.
     """
     from megatron_stare.loop.assemble import evaluate_checkpoint
     from megatron_stare.loop.evaluation.evaluation import write_problems
@@ -142,7 +142,7 @@ def evaluate(config: Config) -> Evaluation:
     from megatron_stare.system import atomic_write
 
     with topologies.session(config.policy, config.run.seed) as topology:
-        metrics, problems = evaluate_checkpoint(config, topology)
+        metrics, problems = evaluate_checkpoint(config, topology, load)
     if not topology.is_first:
         return Evaluation(metrics, problems, ())
     target = Path(config.run.dir) / "evaluation.json"
@@ -158,8 +158,10 @@ def generate(
     n: int = 1,
     temperature: float | None = None,
     max_new_tokens: int = 0,
+    load: str = "latest",
 ) -> list[Group]:
-    """`n` responses to every prompt, by the newest checkpoint of run.dir or policy.hf_checkpoint.
+    """`n` responses to every prompt, by a checkpoint of run.dir (`load` as in `train`), or by
+    policy.hf_checkpoint where the run has none.
 
     A prompt is text or a list of chat messages; both become tokens as rows of data.prompt_data do
     (data.system_prompt, data.wrap_text, the chat template). Each group has the prompt and its
@@ -191,7 +193,7 @@ def generate(
     )
     with (
         topologies.session(config.policy, config.run.seed) as topology,
-        policy_engine(config, tokenizer, topology) as (engine, _),
+        policy_engine(config, tokenizer, topology, load) as (engine, _),
     ):
         requests = [
             Request(prompt.token_ids, (config.run.seed, _SEED, prompt.index, sample), None, prompt)

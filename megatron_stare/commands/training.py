@@ -15,6 +15,11 @@ from megatron_stare.config.environment import own_command, prepare_environment
 from megatron_stare.recipes import RECIPES, config_of, find_recipe
 
 INTERRUPTED = 130  # an exit code
+LOAD = argument(
+    "--load",
+    default="latest",
+    help="latest, latest-good (skips damaged ones), or a checkpoint such as step_00000050",
+)
 
 
 @command(
@@ -25,11 +30,7 @@ INTERRUPTED = 130  # an exit code
     argument("--force", action="store_true", help="start even if the plan says it does not fit"),
     argument("--dry-run", action="store_true", help="check all that can be; train nothing"),
     argument("--seeds", help="repeat a comparison with these seeds, e.g. 0,1,2"),
-    argument(
-        "--load",
-        default="latest",
-        help="latest, latest-good (skips damaged ones), or a checkpoint such as step_00000050",
-    ),
+    LOAD,
     argument("--replay", type=int, metavar="STEP", help="repeat a recorded step bit by bit"),
     argument("--losses", help="with --replay: evaluate these objectives, e.g. stare,dapo"),
     examples=("train quickstart optimizer.lr=5e-4", "train runs/mine/config.yaml --dry-run"),
@@ -134,6 +135,7 @@ def _compare(options: argparse.Namespace) -> int:
     "measure avg@k, pass@k and majority@k of a checkpoint; resumable",
     SOURCE,
     OVERRIDES,
+    LOAD,
     examples=("evaluate runs/mine", "evaluate run.yaml policy.hf_checkpoint=models/mine"),
 )
 def _evaluate(options: argparse.Namespace) -> int:
@@ -141,7 +143,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     from megatron_stare.commands.plan import with_server_memory
     from megatron_stare.reporting.console import print_evaluation, print_problems
 
-    found = evaluate(with_server_memory(config))
+    found = evaluate(with_server_memory(config), load=options.load)
     if is_first_rank():
         print_evaluation(found.metrics)
         print_problems(found.problems)

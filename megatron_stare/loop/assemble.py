@@ -29,7 +29,7 @@ from megatron_stare.loop.parts import (
     build_engine,
     embedded_engine,
     load_tokenizer,
-    newest_policy,
+    saved_policy,
     with_tools,
 )
 from megatron_stare.loop.prepare import target_of, updates_per_rollout
@@ -138,10 +138,10 @@ def _wait(futures: Sequence[Future[Any]]) -> None:
 
 
 def evaluate_checkpoint(
-    config: Config, topology: Topology
+    config: Config, topology: Topology, load: str
 ) -> tuple[dict[str, float], dict[str, list[Problem]]]:
-    """Evaluate the newest checkpoint of run.dir, or policy.hf_checkpoint where the run has none.
-    Builds no optimizer and no gradient buffers. Collective.
+    """Evaluate the checkpoint of run.dir that `load` names, or policy.hf_checkpoint where the run
+    has none. Builds no optimizer and no gradient buffers. Collective.
 
     The metrics, and the problems of every set.
     """
@@ -160,7 +160,7 @@ def evaluate_checkpoint(
         engine = build_engine(config, tokenizer, topology, workers)
         ending.callback(engine.close)
         evaluator = Evaluator(config, tokenizer, engine, judge, topology, workers)
-        model, step = newest_policy(config, topology)
+        model, step = saved_policy(config, topology, load)
         engine.load_weights(model.served_weights(), step)
         metrics = evaluator.evaluate(
             directory / DIRECTORY, evaluation_sets.policy_name(config, model.fingerprint())

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.policy import build, model_state, runtime
-from megatron_stare.policy.checkpoints.checkpoints import CheckpointDirectory
+from megatron_stare.policy.checkpoints.checkpoints import LATEST, CheckpointDirectory
 from megatron_stare.policy.checkpoints.names import step_of
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
@@ -128,29 +128,32 @@ def embedded_engine(
     )
 
 
-def newest_policy(config: Config, topology: Topology) -> tuple[PolicyModel, int]:
-    """The newest checkpoint of run.dir, or policy.hf_checkpoint where the run has none, without
-    optimizer and gradient buffers; and the step that it is of. Collective.
+def saved_policy(config: Config, topology: Topology, load: str) -> tuple[PolicyModel, int]:
+    """The checkpoint of run.dir that `load` names (CheckpointDirectory.find), or
+    policy.hf_checkpoint where the run has none, without optimizer and gradient buffers; and the
+    step that it is of. Collective.
     """
     places = CheckpointDirectory(Path(config.run.dir) / "checkpoints", topology)
-    newest = places.find(claim=False)
+    found = places.find(load, claim=False)
     temperature = config.rollout.rollout_temperature
     source = (config.policy.hf_checkpoint, config.policy, topology, temperature)
     model = PolicyModel(*source, config.adapters, config.run.seed)
-    if newest:
-        common = model_state.common_state(newest)
-        model.check_adapters(newest, common.get("adapters", {}))
-        model_state.into_model(model.chunks, newest, topology)
-    return model, step_of(newest) if newest else 0
+    if found:
+        common = model_state.common_state(found)
+        model.check_adapters(found, common.get("adapters", {}))
+        model_state.into_model(model.chunks, found, topology)
+    return model, step_of(found) if found else 0
 
 
 @contextmanager
 def policy_engine(
-    config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology
+    config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology, load: str = LATEST
 ) -> Iterator[tuple[Engine, PolicyModel]]:
-    """An engine that holds the newest policy, and that policy; closed at the end. Collective."""
+    """An engine that holds the policy (`saved_policy`), and that policy; closed at the end.
+    Collective.
+    """
     with closing(build_engine(config, tokenizer, topology)) as engine:
-        model, step = newest_policy(config, topology)
+        model, step = saved_policy(config, topology, load)
         engine.load_weights(model.served_weights(), step)
         yield engine, model
 

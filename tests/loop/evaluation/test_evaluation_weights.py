@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_stare import generate, load_config
 from megatron_stare.__main__ import main
 from megatron_stare.collect.journal import MAGIC
 from megatron_stare.config import dump
@@ -52,9 +53,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return lambda: len(built)
 
 
-def evaluated(run: Path) -> list[dict]:
-    assert main(["evaluate", str(run)]) == 0
-    assert json.loads((run / "evaluation.json").read_text())["step"] == 3
+def evaluated(run: Path, *words: str, step: int = 3) -> list[dict]:
+    assert main(["evaluate", str(run), *words]) == 0
+    assert json.loads((run / "evaluation.json").read_text())["step"] == step
     lines = (run / "evaluation/problems.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -88,6 +89,25 @@ def test_weights_trained_anew_from_an_older_checkpoint_answer_anew(
     assert sorted(caches(run).values()) == [18, 18], "the older responses stay where they are"
     assert [row["prompt"] for row in again] == [row["prompt"] for row in first]
     assert again != first
+
+
+def test_an_older_checkpoint_is_evaluated_by_its_name_and_nothing_is_set_aside(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(recipe)]) == 0
+    run = recipe.with_name("run")
+    newest = evaluated(run)
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    older = evaluated(run, "--load", "step_00000001", step=1)
+    assert [row["prompt"] for row in older] == [row["prompt"] for row in newest]
+    assert older != newest
+    assert sorted(caches(run).values()) == [18, 18], "each policy has responses of its own"
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
+    assert evaluated(run) == newest
+    (group,) = generate(load_config(run), ["1+2="], load="step_00000001")
+    assert group.rollouts[0].weight_version == 1
+    assert main(["evaluate", str(run), "--load", "step_00000007"]) == 2
+    assert "--load step_00000007: not in" in capsys.readouterr().err
 
 
 def test_a_changed_model_directory_is_another_policy(tmp_path: Path, recipe: Path) -> None:

@@ -227,6 +227,6 @@ def _prompt(
 
     content = given if isinstance(given, str) else [dict(message) for message in given]
     try:
-        return tokenize(Row(place, content, "", "", {}), tokenizer, config.data, place, tools)
+        return tokenize(Row(place, content, "", {}), tokenizer, config.data, place, tools)
     except BadRow as error:
         raise UserError(f"prompt {place}: {error}") from None

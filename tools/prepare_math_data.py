@@ -36,7 +36,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_stare.config import DataConfig, UserError
+from megatron_stare.config import DATA_SOURCE, DataConfig, UserError
 from megatron_stare.data.rows import Dropped, Row, read_rows
 from megatron_stare.data.screening import Screen
 from megatron_stare.data.sources import raw_rows
@@ -127,7 +127,8 @@ def converted(name: str, source: str, dropped: Dropped, counts: Counter[str]) ->
         except Unusable as error:
             dropped.note(str(error), raw)
             continue
-        yield Row(raw.number, question.strip(), answer.strip(), name, metadata, file=raw.file)
+        metadata |= {DATA_SOURCE: name}
+        yield Row(raw.number, question.strip(), answer.strip(), metadata, file=raw.file)
 
 
 def prepare(
@@ -154,13 +155,14 @@ def prepare(
 
 def _line(row: Row) -> str:
     content = f"{row.prompt}\n\n{INSTRUCTION}"
-    written: dict[str, Any] = {"prompt": [{"role": "user", "content": content}], "label": row.label}
-    return (
-        json.dumps(
-            written | {"data_source": row.data_source, "metadata": row.metadata}, ensure_ascii=False
-        )
-        + "\n"
-    )
+    metadata = dict(row.metadata)
+    written = {
+        "prompt": [{"role": "user", "content": content}],
+        "label": row.label,
+        DATA_SOURCE: metadata.pop(DATA_SOURCE),
+        "metadata": metadata,
+    }
+    return json.dumps(written, ensure_ascii=False) + "\n"
 
 
 def print_counts(counts: dict[str, Counter[str]]) -> None:

@@ -21,12 +21,11 @@ CODE = "code"
 
 
 def build_judge(config: Config, keep: bool = True) -> Judge:
-    """The judge of scoring.reward and scoring.rewards;
-    its user closes it. `keep`: a language model's answers are kept in run.dir. UserError for what
-    it cannot work with.
+    """The judge of config.scoring; its user closes it. `keep`: a language model's answers are kept
+    in run.dir. UserError for what it cannot work with.
     """
     scoring = config.scoring
-    names = scoring.rewards or {scoring.reward: 1.0}
+    names = scoring.names
     others: dict[str, RewardBackend] = {}
     if CODE in names:
         others[CODE] = CodeRewards(config.sandbox, scoring)

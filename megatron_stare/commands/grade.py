@@ -21,6 +21,7 @@ from typing import IO, Any, BinaryIO
 
 from megatron_stare.collect.judging import build_judge
 from megatron_stare.config import Config, DataConfig, UserError, override
+from megatron_stare.data.rows import BadRow, metadata_of
 from megatron_stare.scoring.judge import Judge
 from megatron_stare.scoring.verdict import Sample, Verdict
 from megatron_stare.system import atomic_file
@@ -29,10 +30,6 @@ _Row = tuple[dict[str, Any], Sample]
 _BATCH = 1024  # rows judged together
 # batches, so that a response at its deadline does not keep the other processes waiting
 _IN_FLIGHT = 3
-
-
-class _BadRow(Exception):
-    """Why a row cannot be graded; the message names its field."""
 
 
 @dataclass
@@ -149,7 +146,7 @@ def _usable_rows(
         try:
             row = _decoded(line)
             yield row, _sample(row, data)
-        except _BadRow as error:
+        except BadRow as error:
             if data.on_bad_row == "error":
                 raise UserError(
                     f"{source}, row {number}: {error}; correct it or set data.on_bad_row=skip"
@@ -161,36 +158,32 @@ def _decoded(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise _BadRow(f"is not UTF-8 (byte {error.start})") from None
+        raise BadRow(f"is not UTF-8 (byte {error.start})") from None
     except (ValueError, RecursionError) as error:
-        raise _BadRow(f"is no JSON ({str(error).splitlines()[0]})") from None
+        raise BadRow(f"is no JSON ({str(error).splitlines()[0]})") from None
     if not isinstance(row, dict):
-        raise _BadRow("is not a JSON object")
+        raise BadRow("is not a JSON object")
     return row
 
 
 def _sample(row: dict[str, Any], data: DataConfig) -> Sample:
     response = row.get("response")
     if not isinstance(response, str):
-        raise _BadRow(f"field 'response' is {'missing' if response is None else 'no string'}")
+        raise BadRow(f"field 'response' is {'missing' if response is None else 'no string'}")
     label, judge = row.get(data.label_key), row.get("reward_model")
     if label is None and isinstance(judge, dict):
         label = judge.get("ground_truth")
     if label is None:
-        raise _BadRow(f"has neither {data.label_key!r} nor reward_model.ground_truth")
+        raise BadRow(f"has neither {data.label_key!r} nor reward_model.ground_truth")
     if not isinstance(label, str | int | float) or isinstance(label, bool):
-        raise _BadRow(
+        raise BadRow(
             f"field {data.label_key!r} is {type(label).__name__}, neither text nor a number"
         )
-    key = data.metadata_key if row.get(data.metadata_key) is not None else "extra_info"
-    metadata = row.get(key) or {}
-    if not isinstance(metadata, dict):
-        raise _BadRow(f"field {key!r} is {type(metadata).__name__}, not an object")
     prompt = row.get(data.input_key)
     return Sample(
         response,
         str(label),
-        metadata,
+        metadata_of(row, data),
         prompt if isinstance(prompt, str) else json.dumps(prompt or ""),
     )
 

@@ -1,6 +1,11 @@
 """The configuration of a run: its sections, overrides and files. Import from here."""
 
-from megatron_stare.config.data import DataConfig, EvaluationConfig, EvaluationSetConfig
+from megatron_stare.config.data import (
+    DATA_SOURCE,
+    DataConfig,
+    EvaluationConfig,
+    EvaluationSetConfig,
+)
 from megatron_stare.config.errors import (
     EngineError,
     MismatchAlarm,
@@ -38,12 +43,14 @@ from megatron_stare.config.rollout import (
     ToolsConfig,
 )
 from megatron_stare.config.run import AlarmsConfig, CompareConfig, DiagnosticsConfig, RunConfig
-from megatron_stare.config.scoring import JudgeConfig, ScoringConfig
+from megatron_stare.config.scoring import PER_SOURCE, JudgeConfig, ScoringConfig
 from megatron_stare.config.servers import SandboxConfig, SGLangConfig
 from megatron_stare.config.settings import lookup
 from megatron_stare.config.tree import Config
 
 __all__ = [
+    "DATA_SOURCE",
+    "PER_SOURCE",
     "AdaptersConfig",
     "AgentsConfig",
     "AlarmsConfig",

@@ -15,6 +15,8 @@ from megatron_stare.config.section import (
     section,
 )
 
+DATA_SOURCE = "data_source"  # key of a prompt's metadata: the data set of its row
+
 
 @section
 class DataConfig:
@@ -32,6 +34,9 @@ class DataConfig:
     """Column that holds the reference answer for the verifier."""
     metadata_key: str = "metadata"
     """Column that holds an object for the verifier and the environment."""
+    source_key: str = DATA_SOURCE
+    """Column, or key of the metadata, that names the data set of a row; scoring.per_source and
+    reward functions of verl's form read it."""
     tool_key: str = "tools"
     """Column that holds the schemas of the functions that the row's chat template offers."""
     system_prompt: str = ""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
+from megatron_stare.config.data import DATA_SOURCE
 from megatron_stare.config.section import (
     Count,
     Fraction,
@@ -30,6 +32,9 @@ Script = Literal[
 ]
 
 
+PER_SOURCE = "per_source"  # the reward that judges each row by that of its data set
+
+
 @section
 class ScoringConfig:
     """From a response to its reward and advantage (docs/rewards.md)."""
@@ -43,6 +48,9 @@ class ScoringConfig:
     rewards: dict[str, Number] = Field(default_factory=dict)
     """Rewards that are summed with these weights, e.g. `{math: 1, format: 0.1}`; empty uses
     scoring.reward alone."""
+    per_source: dict[str, str] = Field(default_factory=dict)
+    """Reward of each data set (data.source_key), e.g. `{dapo: math, taco: code}`, for the reward
+    per_source."""
     extraction: Literal["boxed", "answer", "tag", "any"] = "any"
     """Where math, multiple_choice and reasoning_gym look for the answer: in \\boxed{}, on an
     "Answer:" line, in a tag, or in any of these."""
@@ -102,6 +110,21 @@ class ScoringConfig:
     normalize_by_std: bool = True
     """Divide advantages by the standard deviation of the group's rewards, in grpo, grpo_passk and
     hapo."""
+
+    @property
+    def names(self) -> list[str]:
+        """All rewards that may judge a response."""
+        summed = list(self.rewards or [self.reward])
+        of_sources = self.per_source.values() if PER_SOURCE in summed else ()
+        return list(dict.fromkeys([*summed, *of_sources]))
+
+    def deciding(self, metadata: Mapping[str, Any]) -> str:
+        """The reward that says whether a response to a row with this metadata is correct; empty: no
+        reward does.
+        """
+        if self.reward != PER_SOURCE:
+            return self.reward
+        return self.per_source.get(metadata.get(DATA_SOURCE, ""), "")
 
 
 @section

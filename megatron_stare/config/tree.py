@@ -18,7 +18,7 @@ from megatron_stare.config.policy import (
 )
 from megatron_stare.config.rollout import AgentsConfig, RolloutConfig, ToolsConfig
 from megatron_stare.config.run import AlarmsConfig, CompareConfig, DiagnosticsConfig, RunConfig
-from megatron_stare.config.scoring import JudgeConfig, ScoringConfig
+from megatron_stare.config.scoring import PER_SOURCE, JudgeConfig, ScoringConfig
 from megatron_stare.config.section import section
 from megatron_stare.config.servers import SandboxConfig, SGLangConfig
 
@@ -74,6 +74,7 @@ def check(config: Config) -> None:
         _check_asynchrony,
         _check_kept_caches,
         _check_data,
+        _check_rewards,
         _check_servers,
         _check_served_weights,
         _check_speculation,
@@ -262,6 +263,23 @@ def _check_data(config: Config) -> None:
         )
 
 
+def _check_rewards(config: Config) -> None:
+    scoring = config.scoring
+    named = PER_SOURCE in {scoring.reward, *scoring.rewards}
+    if named and not scoring.per_source:
+        raise UserError(
+            "scoring.reward=per_source needs the reward of each data set; set "
+            "'scoring.per_source={name: math, other: code}'"
+        )
+    if scoring.per_source and not named:
+        raise UserError(
+            f"scoring.per_source={scoring.per_source} has no effect; set scoring.reward=per_source,"
+            " or leave it out"
+        )
+    if PER_SOURCE in scoring.per_source.values():
+        raise UserError("scoring.per_source has itself as a reward; name another one")
+
+
 def _check_servers(config: Config) -> None:
     servers = config.sglang
     addresses = {
@@ -352,7 +370,7 @@ def _check_sandbox(config: Config) -> None:
 
 def _check_agents(config: Config) -> None:
     agents = config.agents
-    if config.scoring.reward == "episode" and not agents.active:
+    if "episode" in config.scoring.names and not agents.active:
         raise UserError(
             "scoring.reward=episode is the reward that an agent returns, and there is none; set "
             "agents.function or agents.command"
@@ -377,7 +395,7 @@ def _check_agents(config: Config) -> None:
 
 def _check_judge(config: Config) -> None:
     scoring, judge = config.scoring, config.judge
-    if "judge" not in {scoring.reward, *scoring.rewards}:
+    if "judge" not in scoring.names:
         return
     if bool(judge.urls) == bool(judge.checkpoint):
         raise UserError(

@@ -16,7 +16,7 @@ import numpy
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.data.prompts import PromptStream, Tools, load_prompts
+from megatron_stare.data.prompts import PromptStream, Tools, check_rewarded, load_prompts
 from megatron_stare.data.rows import Dropped, read_rows
 from megatron_stare.data.screening import Screen
 from megatron_stare.data.sources import parts
@@ -115,6 +115,8 @@ def training_stream(
             "them out"
         )
     sources = [prompts for prompts, _ in loaded.values()]
+    for source, prompts in zip(loaded, sources, strict=True):
+        check_rewarded(config, prompts, source)
     if not data.sources:
         return PromptStream(sources[0], config.run.seed, data.shuffle), lines
     mixture = Mixture(sources, list(weights.values()), config.run.seed, data.shuffle)

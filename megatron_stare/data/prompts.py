@@ -6,14 +6,14 @@ Each epoch visits every row once, in an order that the seed and the epoch's numb
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import numpy
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.config import DataConfig, UserError
+from megatron_stare.config import DATA_SOURCE, Config, DataConfig, UserError
 from megatron_stare.data.rows import BadRow, Dropped, Row, read_rows
 from megatron_stare.data.screening import Screen
 from megatron_stare.records import Prompt
@@ -55,7 +55,7 @@ def tokenize(
             f"the prompt has {len(ids)} tokens, over data.rollout_max_prompt_len={limit}; raise it",
             TOO_LONG,
         )
-    given = (row.label, row.data_source, text, row.metadata, messages, row.tools)
+    given = (row.label, text, row.metadata, messages, row.tools)
     return Prompt(index, numpy.array(ids, numpy.int32), *given)
 
 
@@ -117,6 +117,19 @@ def load_prompts(
             f"{source}: every row was dropped ({dropped}); change data.*, or give other data"
         )
     return prompts, dropped
+
+
+def check_rewarded(config: Config, prompts: Iterable[Prompt], where: str) -> None:
+    """UserError: a prompt is of a data set without a reward in scoring.per_source."""
+    known, key = config.scoring.per_source, config.data.source_key
+    for prompt in prompts if known else ():
+        source = prompt.metadata.get(DATA_SOURCE, "")
+        if source not in known:
+            what = f"is of the data set {source!r}" if source else f"has no {key!r}"
+            raise UserError(
+                f"{where}: a row {what}, and scoring.per_source has a reward for "
+                f"{', '.join(known)}; add one, or correct the row or data.source_key"
+            )
 
 
 class PromptStream:

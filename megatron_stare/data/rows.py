@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_stare.config import DataConfig, UserError
+from megatron_stare.config import DATA_SOURCE, DataConfig, UserError
 from megatron_stare.data.sources import RawRow, raw_rows
 
 
@@ -28,7 +28,6 @@ class Row:
     number: int
     prompt: str | list[dict[str, Any]]
     label: str
-    data_source: str
     metadata: dict[str, Any]
     tools: tuple[dict[str, Any], ...] = ()
     file: str = ""
@@ -123,20 +122,27 @@ def _row(raw: RawRow, config: DataConfig) -> Row:
             f"has neither {config.label_key!r} nor reward_model.ground_truth (it has "
             f"{', '.join(map(str, row))}; data.label_key names the field of the answer)"
         )
+    return Row(
+        raw.number,
+        _prompt(row[config.input_key], config.input_key),
+        label if isinstance(label, str) else json.dumps(label, ensure_ascii=False, default=str),
+        metadata_of(row, config),
+        _tools(row.get(config.tool_key), config.tool_key),
+        raw.file,
+    )
+
+
+def metadata_of(row: dict[str, Any], config: DataConfig) -> dict[str, Any]:
+    """The row's metadata; its key `data_source` names the row's data set, if the row does. BadRow:
+    the metadata is no object.
+    """
     key = config.metadata_key if row.get(config.metadata_key) is not None else "extra_info"
     metadata = _decoded(row.get(key), key)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict):
         raise BadRow(f"field {key!r} is {type(metadata).__name__}, not an object")
-    return Row(
-        raw.number,
-        _prompt(row[config.input_key], config.input_key),
-        label if isinstance(label, str) else json.dumps(label, ensure_ascii=False, default=str),
-        str(row.get("data_source") or ""),
-        metadata,
-        _tools(row.get(config.tool_key), config.tool_key),
-        raw.file,
-    )
+    source = row.get(config.source_key) or metadata.get(config.source_key)
+    return metadata | ({DATA_SOURCE: str(source)} if source else {})
 
 
 def _prompt(value: Any, key: str) -> str | list[dict[str, Any]]:

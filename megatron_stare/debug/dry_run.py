@@ -65,8 +65,9 @@ def _findings(source: str, config: Config, runs: Mapping[str, Config]) -> Iterat
             yield _look("cold start", lambda: _cold_start(first))
         yield _look("data", lambda: _data(first, found[0], prompts))
         yield _look("evaluation", lambda: _evaluation(first, found[0]))
-        if prompts and first.scoring.reward != EPISODE:
-            yield _verifier(first, prompts[0])
+        firsts = {first.scoring.deciding(each.metadata): each for each in reversed(prompts)}
+        for reward in sorted(firsts.keys() - {EPISODE}):
+            yield _verifier(first, reward, firsts[reward])
     if first.agents.active:
         yield _look("agents", lambda: _agents(first))
     if first.tools.environment:
@@ -145,9 +146,9 @@ def _evaluation(run: Config, tokenizer: PreTrainedTokenizerBase) -> str:
     return "; ".join([*found, *lines]) or "none (evaluation.eval_data is empty)"
 
 
-def _verifier(run: Config, prompt: Prompt) -> Finding:
-    """Check that the verifier can judge the label of the first row as if it were a response."""
-    what = f"verifier {run.scoring.reward}"
+def _verifier(run: Config, reward: str, prompt: Prompt) -> Finding:
+    """Check that the verifier can judge the label of its first row as if it were a response."""
+    what = f"verifier {reward}"
     try:
         with closing(build_judge(run)) as judge:
             sample = Sample(prompt.label, prompt.label, dict(prompt.metadata), prompt.text)

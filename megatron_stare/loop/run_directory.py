@@ -31,6 +31,7 @@ FIXED = (
     "loss.name",
     "scoring.reward",
     "scoring.rewards",
+    "scoring.per_source",
     "tools.environment",
     "cold_start.",
 )

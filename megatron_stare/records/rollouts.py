@@ -64,7 +64,6 @@ class Prompt:
     index: int  # draw number in the run's data stream: unique, and the seed of its rollouts
     token_ids: numpy.ndarray  # int32; accepts any sequence of integers
     label: str
-    data_source: str = ""
     text: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
     # What the chat template rendered `text` from; empty where the data row was plain text.

@@ -18,7 +18,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_stare.config import ScoringConfig, UserError, callable_at, nearest
+from megatron_stare.config import (
+    DATA_SOURCE,
+    PER_SOURCE,
+    ScoringConfig,
+    UserError,
+    callable_at,
+    nearest,
+)
 from megatron_stare.records import Prompt, Rollout, RolloutMeta
 from megatron_stare.scoring.reward_model import RemoteRewardModel
 from megatron_stare.scoring.signatures import EXPECTED, Called, adapted
@@ -121,6 +128,30 @@ class EpisodeReward:
         """There is nothing to end."""
 
 
+class PerSourceReward:
+    """Judges each response by the reward of its row's data set (scoring.per_source). The part
+    `per_source/<data set>` of a verdict is its value.
+    """
+
+    def __init__(self, scoring: ScoringConfig, backends: Mapping[str, RewardBackend]) -> None:
+        self.rewards, self.backends = scoring.per_source, backends
+
+    def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+        sources = [sample.metadata.get(DATA_SOURCE, "") for sample in samples]
+        found = [unverifiable(f"scoring.per_source has no {source!r}") for source in sources]
+        for source in dict.fromkeys(source for source in sources if source in self.rewards):
+            places = [place for place, each in enumerate(sources) if each == source]
+            backend = self.backends[self.rewards[source]]
+            verdicts = backend.judge([samples[place] for place in places])
+            for place, verdict in zip(places, verdicts, strict=True):
+                parts = {} if verdict.value is None else {f"{PER_SOURCE}/{source}": verdict.value}
+                found[place] = dataclasses.replace(verdict, parts=parts)
+        return found
+
+    def close(self) -> None:
+        """The judge closes the rewards of the data sets."""
+
+
 class LocalVerifier:
     """A verifier that runs in this process, one sample after the other, without a deadline.
     A sample over which it raises is unverifiable.
@@ -175,7 +206,9 @@ def build_backends(
     for name in names:
         if name in found:
             continue
-        if name == REMOTE:
+        if name == PER_SOURCE:
+            found[name] = PerSourceReward(scoring, found)
+        elif name == REMOTE:
             found[name] = RemoteRewardModel(scoring)
         elif name == EPISODE:
             found[name] = EpisodeReward()
@@ -219,7 +252,7 @@ def _processes(scoring: ScoringConfig) -> int:
 def _imported(name: str, others: Collection[str]) -> Callable[..., Any]:
     """A user's function. UserError: there is none at this dotted path."""
     if "." not in name:
-        known = {*REWARDS, REMOTE, EPISODE, JUDGE, *others}
+        known = {*REWARDS, REMOTE, EPISODE, JUDGE, PER_SOURCE, *others}
         raise UserError(
             f"scoring.reward={name!r} is unknown{nearest(name, known)}, or give "
             "package.module.function"
@@ -259,7 +292,7 @@ class Judge:
                 f"scoring.overlong_buffer_len={scoring.overlong_buffer_len} exceeds "
                 f"rollout.rollout_max_response_len={max_response_length}; lower it"
             )
-        self.backends = build_backends(self.weights, scoring, others)
+        self.backends = build_backends(scoring.names, scoring, others)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="judge")
         self._without_verdict = self._killed = 0
         self._warned = False
@@ -273,8 +306,8 @@ class Judge:
         verdicts = self.verdicts(samples)
         self._check_verdicts(samples, verdicts)
         return [
-            self._judged(rollout, verdict)
-            for (_, rollout), verdict in zip(pairs, verdicts, strict=True)
+            self._judged(prompt, rollout, verdict)
+            for (prompt, rollout), verdict in zip(pairs, verdicts, strict=True)
         ]
 
     def start(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Future[list[Rollout]]:
@@ -311,9 +344,11 @@ class Judge:
                 missing = unverifiable(f"{name}: {verdict.reason}", decisive.extracted, kills)
                 return dataclasses.replace(missing, parts=values, counts=counts)
         total = sum(self.weights[name] * value for name, value in values.items())
+        if PER_SOURCE in found:
+            values |= found[PER_SOURCE].parts
         return dataclasses.replace(decisive, value=total, parts=values, kills=kills, counts=counts)
 
-    def _judged(self, rollout: Rollout, verdict: Verdict) -> Rollout:
+    def _judged(self, prompt: Prompt, rollout: Rollout, verdict: Verdict) -> Rollout:
         parts, reward = dict(verdict.parts), verdict.value
         if self.scoring.shaping != "none" and reward is not None:
             name, correct = self.scoring.reward, verdict.verdict == "correct"
@@ -328,6 +363,7 @@ class Judge:
                 self.scoring.overlong_penalty_factor,
             )
             reward = None if reward is None else reward + parts[OVERLONG]
+        decisive = self.scoring.deciding(prompt.metadata)
         judged = dataclasses.replace(
             rollout,
             reward=reward,
@@ -335,7 +371,7 @@ class Judge:
             reward_parts=parts,
             verifier_kills=verdict.kills,
             episode=rollout.episode | verdict.counts,
-            answered=verdict.extracted is not None or self.scoring.reward not in EXTRACTING,
+            answered=verdict.extracted is not None or decisive not in EXTRACTING,
         )
         if reward is None:
             return judged.without_loss(advantage=0.0)

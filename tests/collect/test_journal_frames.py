@@ -36,7 +36,7 @@ def groups() -> list[Group]:
     )
     plain = dataclasses.replace(found, token_versions=numpy.zeros(0, numpy.int32))
     empty = Rollout.inserted((), "truncated", 0)
-    prompts = [Prompt(n, numpy.array([1, 2 + n]), "4", "set", "2+2") for n in range(2)]
+    prompts = [Prompt(n, numpy.array([1, 2 + n]), "4", "2+2") for n in range(2)]
     mask = numpy.array([False, False, True])
     sequences = dataclasses.replace(
         found, loss_mask=mask, lengths=(1, 2), routing=numpy.zeros(0, numpy.uint8)

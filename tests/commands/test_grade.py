@@ -53,6 +53,16 @@ def test_rows_come_back_in_order_with_their_verdicts(
     assert "mean reward: 0.3333 over 2700 verified rows" in out and "killed or crashed: 0" in out
 
 
+def test_a_function_of_verl_gets_the_column_that_names_the_data_set(tmp_path: Path) -> None:
+    row = {"response": "4", "reward_model": {"ground_truth": "4"}, "extra_info": {"index": 1}}
+    source = write(
+        tmp_path / "in.jsonl", [row | {"data_source": name} for name in ("sums", "walks")]
+    )
+    target = tmp_path / "out.jsonl"
+    assert run(source, target, "scoring.reward=tests.scoring.verifier_cases.verl_sums") == 0
+    assert [row["reward"] for row in read(target)] == [1.0, 0.0]
+
+
 def test_unverifiable_rows_have_no_reward_and_a_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

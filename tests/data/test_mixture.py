@@ -96,7 +96,7 @@ def test_evaluation_problems_are_found_inside_other_words():
 
 def mixture(sizes=(7, 300, 11), weights=(1, 2, 0.5), seed=0, shuffle=True):
     sources = [
-        [Prompt(n, (n,), str(n), f"source {place}") for n in range(size)]
+        [Prompt(n, (n,), str(n), f"text {place}") for n in range(size)]
         for place, size in enumerate(sizes)
     ]
     return Mixture(sources, weights, seed, shuffle)
@@ -105,15 +105,15 @@ def mixture(sizes=(7, 300, 11), weights=(1, 2, 0.5), seed=0, shuffle=True):
 def test_every_block_has_each_source_in_proportion():
     drawn = mixture().draw(3 * BLOCK)
     for start in range(0, 3 * BLOCK, BLOCK):
-        counts = Counter(prompt.data_source for prompt in drawn[start : start + BLOCK])
-        assert [counts[f"source {place}"] for place in range(3)] == [286, 571, 143]
+        counts = Counter(prompt.text for prompt in drawn[start : start + BLOCK])
+        assert [counts[f"text {place}"] for place in range(3)] == [286, 571, 143]
     assert [prompt.index for prompt in drawn] == list(range(3 * BLOCK))
 
 
 def test_each_source_goes_through_its_own_epochs():
     drawn = mixture().draw(3 * BLOCK)
     for place, size in enumerate((7, 300, 11)):
-        own = [prompt.label for prompt in drawn if prompt.data_source == f"source {place}"]
+        own = [prompt.label for prompt in drawn if prompt.text == f"text {place}"]
         epochs = [own[start : start + size] for start in range(0, len(own) - size + 1, size)]
         assert all(sorted(map(int, epoch)) == list(range(size)) for epoch in epochs)
         assert len({tuple(epoch) for epoch in epochs}) > 0.9 * len(epochs)

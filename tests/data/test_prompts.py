@@ -72,12 +72,7 @@ def refusal(path, tokenizer=None, **config):
 
 def test_slime_text(write):
     row = one(write([SLIME]))
-    assert (row.prompt, row.label, row.data_source, row.metadata) == (
-        "2 + 2 =",
-        "4",
-        "",
-        {"level": 1},
-    )
+    assert (row.prompt, row.label, row.metadata) == ("2 + 2 =", "4", {"level": 1})
 
 
 def test_slime_chat_with_a_number_for_a_label(write):
@@ -87,12 +82,24 @@ def test_slime_chat_with_a_number_for_a_label(write):
 
 def test_verl(write):
     row = one(write([VERL]))
-    assert (row.prompt, row.label, row.data_source, row.metadata) == (
-        MESSAGES,
-        "4",
-        "arithmetic",
-        {"index": 12},
-    )
+    metadata = {"index": 12, "data_source": "arithmetic"}
+    assert (row.prompt, row.label, row.metadata) == (MESSAGES, "4", metadata)
+
+
+@pytest.mark.parametrize(
+    ("row", "key", "source"),
+    [
+        (VERL, "data_source", "arithmetic"),
+        (SLIME | {"kind": "sums"}, "kind", "sums"),
+        (SLIME | {"metadata": {"rm_type": "math"}}, "rm_type", "math"),
+        (VERL | {"extra_info": {"data_source": "other"}}, "data_source", "arithmetic"),
+        (SLIME | {"metadata": {"data_source": "own"}}, "data_source", "own"),
+        (SLIME | {"kind": None}, "kind", None),
+        (VERL, "kind", None),
+    ],
+)
+def test_the_data_set_of_a_row_is_in_its_metadata(row, key, source, write):
+    assert one(write([row]), source_key=key).metadata.get("data_source") == source
 
 
 @pytest.mark.parametrize("key", ["metadata", "extra_info"])
@@ -203,11 +210,8 @@ def test_text_is_encoded_as_it_stands_and_messages_through_the_template(tmp_path
     ]
     assert prompts[0].text == "2 + 2 ="
     assert prompts[1].text == "<system>think\n<user>2 + 2?\n<assistant>"
-    assert (prompts[1].label, prompts[1].data_source, prompts[1].metadata) == (
-        "4",
-        "arithmetic",
-        {"index": 12},
-    )
+    metadata = {"index": 12, "data_source": "arithmetic"}
+    assert (prompts[1].label, prompts[1].metadata) == ("4", metadata)
 
 
 def test_messages_need_a_chat_template(tmp_path):
@@ -257,7 +261,7 @@ def test_every_prompt_too_long(tmp_path):
 
 
 def stream(size=7, seed=0, shuffle=True):
-    prompts = [Prompt(n, (n,), str(n), "source", f"text {n}", {"n": n}) for n in range(size)]
+    prompts = [Prompt(n, (n,), str(n), f"text {n}", {"n": n}) for n in range(size)]
     return PromptStream(prompts, seed, shuffle)
 
 
@@ -307,7 +311,7 @@ def test_without_shuffling_the_file_order_repeats():
 def test_a_drawn_prompt_carries_its_draw_number_and_all_else():
     for number, prompt in enumerate(stream().draw(20)):
         n = int(prompt.label)
-        assert prompt == Prompt(number, (n,), str(n), "source", f"text {n}", {"n": n})
+        assert prompt == Prompt(number, (n,), str(n), f"text {n}", {"n": n})
 
 
 # --- real files

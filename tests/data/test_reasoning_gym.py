@@ -25,10 +25,10 @@ def test_rows_are_those_of_the_package():
     made = gym.create_dataset("chain_sum", size=20, seed=1, min_terms=2, max_terms=3)
     assert [row.question for row in rows] == [entry["question"] for entry in made]
     assert [row.label for row in rows] == [entry["answer"] for entry in made]
-    assert {row.data_source for row in rows} == {"reasoning_gym:chain_sum"}
+    assert {row.metadata["data_source"] for row in rows} == {"reasoning_gym:chain_sum"}
     assert [row.number for row in rows] == list(range(1, 21))
     both = list(read_rows(f"{TASK},{PREFIX}lcm?size=5", DataConfig(), Dropped()))
-    assert len(both) == 25 and both[-1].data_source == "reasoning_gym:lcm"
+    assert len(both) == 25 and both[-1].metadata["data_source"] == "reasoning_gym:lcm"
 
 
 @pytest.mark.parametrize(

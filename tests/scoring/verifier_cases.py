@@ -118,3 +118,11 @@ def alone(response: str, label: str, metadata: dict[str, Any]) -> float:
     time.sleep(0.005)
     _ALONE.release()
     return 1.0
+
+
+def verl_sums(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+) -> float:
+    """A function of verl's form: 1 for right answers of the data set `sums`, else 0."""
+    assert extra_info["index"] == 1
+    return float(data_source == "sums" and solution_str == ground_truth)

@@ -78,7 +78,7 @@ def test_the_four_layouts(published, tmp_path, capsys):
     rows = {row.question: row for row in read_rows(str(output), DataConfig(), Dropped())}
     suffix = "\n\n" + TOOL["INSTRUCTION"]
     assert {
-        question.removesuffix(suffix): (row.label, row.data_source)
+        question.removesuffix(suffix): (row.label, row.metadata["data_source"])
         for question, row in rows.items()
     } == {
         "What is $2+2$?": ("4", "dapo"),
@@ -87,7 +87,7 @@ def test_the_four_layouts(published, tmp_path, capsys):
         "What is $5-1$?": ("4", "skywork"),
         "What is $6/2$?": ("3", "polaris"),
     }
-    rates = {row.data_source: row.metadata.get("pass_rates") for row in rows.values()}
+    rates = {row.metadata["data_source"]: row.metadata.get("pass_rates") for row in rows.values()}
     assert rates["skywork"] == {
         "DeepSeek-R1-Distill-Qwen-1.5B": 0.0,
         "DeepSeek-R1-Distill-Qwen-7B": 0.75,

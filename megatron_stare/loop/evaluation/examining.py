@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.records import Rollout
 from megatron_stare.reporting.problem_scores import Response, count_reflections
 from megatron_stare.rollout.engine import Engine
-from megatron_stare.scoring.judge import Judge, sample_of
+from megatron_stare.scoring.judge import Judge, RewardBackend, sample_of
 from megatron_stare.scoring.verdict import Sample, Verdict
 
 # A journal's directory is named after the weights that sampled its rollouts, so that no version in
@@ -97,7 +97,9 @@ class Examiner:
         ]
         verdicts = self.judge.verdicts(samples)
         by_problem = [verdicts[start : start + n] for start in range(0, len(verdicts), n)]
-        classes = answer_classes(by_problem, self.judge, self.config.scoring)
+        scoring = self.config.scoring
+        rewards = [scoring.deciding(one.prompts[place].metadata) for place in places]
+        classes = answer_classes(by_problem, rewards, self.judge, scoring)
         rows = list[Row]()
         for number, (place, (answers, given)) in enumerate(zip(places, classes, strict=True)):
             own = rollouts[number * n : (number + 1) * n]
@@ -131,9 +133,12 @@ COMPARING = ("math", "multiple_choice")
 
 
 def answer_classes(
-    problems: Sequence[Sequence[Verdict]], judge: Judge, scoring: ScoringConfig
+    problems: Sequence[Sequence[Verdict]],
+    rewards: Sequence[str],
+    judge: Judge,
+    scoring: ScoringConfig,
 ) -> list[tuple[list[str], list[int | None]]]:
-    """For each problem, from the verdicts of its responses:
+    """For each problem, from the verdicts of its responses and the reward that gave them:
     its answers, and which of them each response gave: what majority@k votes on.
 
     All answers that were judged correct are one: they equal the label. Others are one where their
@@ -145,12 +150,16 @@ def answer_classes(
         {_key(v.extracted) for v in verdicts if v.verdict == "correct"} - {None}
         for verdicts in problems
     ]
-    merged: list[dict[str, str]] = [
-        {} for _ in problems
-    ]  # key of an answer -> key of the one that it equals
-    if scoring.reward in COMPARING:
-        merged = _compared(problems, right, judge, scoring)
-    return [_numbered(*parts) for parts in zip(problems, right, merged, strict=True)]
+    # problem -> key of an answer -> key of the one that it equals
+    merged: dict[int, dict[str, str]] = {}
+    for reward in COMPARING:
+        own = {place: problems[place] for place, each in enumerate(rewards) if each == reward}
+        if own:
+            merged |= _compared(own, right, judge.backends[reward], scoring)
+    return [
+        _numbered(verdicts, right[place], merged.get(place, {}))
+        for place, verdicts in enumerate(problems)
+    ]
 
 
 def _key(answer: str | None) -> str | None:
@@ -178,16 +187,16 @@ def _numbered(
 
 
 def _compared(
-    problems: Sequence[Sequence[Verdict]],
+    problems: Mapping[int, Sequence[Verdict]],
     right: Sequence[set[str | None]],
-    judge: Judge,
+    verifier: RewardBackend,
     scoring: ScoringConfig,
-) -> list[dict[str, str]]:
+) -> dict[int, dict[str, str]]:
     """In rounds over all problems: the first answer left of each is the label,
     those that equal it leave with it.
     """
     left: dict[int, dict[str, str]] = {}  # problem -> key -> answer as written
-    for place, verdicts in enumerate(problems):
+    for place, verdicts in problems.items():
         written = {
             key: v.extracted
             for v in verdicts
@@ -195,7 +204,7 @@ def _compared(
         }
         if right[place]:
             left[place] = {key: text for key, text in written.items() if key not in right[place]}
-    merged: list[dict[str, str]] = [{} for _ in problems]
+    merged: dict[int, dict[str, str]] = {place: {} for place in problems}
     while left := {place: answers for place, answers in left.items() if len(answers) > 1}:
         pairs, samples = [], []
         for place, answers in left.items():
@@ -205,9 +214,7 @@ def _compared(
                 Sample(_response(answers[other], scoring), answers[label]) for other in others
             ]
             left[place] = {key: answers[key] for key in others}
-        for (place, label, other), verdict in zip(
-            pairs, judge.backends[scoring.reward].judge(samples), strict=True
-        ):
+        for (place, label, other), verdict in zip(pairs, verifier.judge(samples), strict=True):
             if verdict.verdict == "correct":
                 merged[place][other] = label
                 del left[place][other]

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.collect.rollout_worker import EVALUATION
 from megatron_stare.config import Config, EvaluationSetConfig
-from megatron_stare.data.prompts import Tools, load_prompts
+from megatron_stare.data.prompts import Tools, check_rewarded, load_prompts
 from megatron_stare.data.sources import parts
 from megatron_stare.records import Prompt
 from megatron_stare.rollout.engine import Request, SamplingParams
@@ -64,6 +64,7 @@ def build_sets(
     for name, source in sorted(config.evaluation.eval_data.items()):
         parts(source, f"evaluation.eval_data.{name}")
         rows, dropped = load_prompts(source, tokenizer, config.data, tools=tools)
+        check_rewarded(config, rows, f"evaluation.eval_data.{name}")
         if dropped.total:
             lines.append(f"{name}: {dropped.total} rows of {source} are not evaluated: {dropped}")
         counts = Counter(map(_problem, rows))

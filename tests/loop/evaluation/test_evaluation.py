@@ -133,7 +133,7 @@ def test_equal_answers_are_one(extraction):
         found = [
             judge.verdicts([Sample(text, label) for text in responses]) for label in ("0.5", "7")
         ]
-        classes = answer_classes(found, judge, scoring)
+        classes = answer_classes(found, ["math"] * len(found), judge, scoring)
     finally:
         judge.close()
     answers, given = classes[0]
@@ -151,7 +151,13 @@ def test_other_rewards_compare_texts():
                 [Sample(f"\\boxed{{{text}}}", "B") for text in ("B", "(B)", "C", "(C)", "D")]
             )
         ]
-        assert answer_classes(verdicts, judge, scoring)[0][1] == [0, 0, 1, 1, 2]
+        assert answer_classes(verdicts, ["multiple_choice"], judge, scoring)[0][1] == [
+            0,
+            0,
+            1,
+            1,
+            2,
+        ]
     finally:
         judge.close()
 

@@ -83,7 +83,11 @@ def test_an_override_that_no_arm_would_take_is_refused_with_one_that_does(
 
 
 # A run of `lost` has no signal after its first steps, and says so.
-LOST = (f"scoring.reward={__name__}.lost", "rollout.accept_partial_batch=false")
+LOST = (
+    f"scoring.reward={__name__}.lost",
+    "scoring.function_timeout=0",  # one process, which counts all responses
+    "rollout.accept_partial_batch=false",
+)
 _judged = itertools.count()
 
 

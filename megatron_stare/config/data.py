@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -45,6 +45,9 @@ class DataConfig:
     """Turn a text prompt into one user message; if false, the text is encoded unchanged."""
     apply_chat_template: bool = True
     """Render prompts that are lists of messages with the tokenizer's chat template."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the tokenizer's chat template, e.g. `{enable_thinking: false}`; for prompts, for
+    cold_start.data and for the turns of tools and agents."""
     rollout_max_prompt_len: Count = 1024
     """Maximum number of tokens in a prompt; a longer prompt is handled as data.on_bad_row says."""
     on_bad_row: Literal["error", "skip"] = "error"

@@ -8,7 +8,8 @@ prompts and tool results have none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -21,8 +22,10 @@ def tokenize_conversation(
     messages: Sequence[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Any] = (),
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token ids, and a mask of equal length that is 1 on what the assistant wrote.
+    """Token ids, and a mask of equal length that is 1 on what the assistant wrote. `variables`: of
+    the chat template.
 
     BadRow: no assistant's turn, a template that refuses the messages, or one that rewrites earlier
     turns (drops their reasoning, say), so that no single sequence holds what the model saw and
@@ -30,7 +33,7 @@ def tokenize_conversation(
     """
     ids: list[int] = []
     mask: list[int] = []
-    for text, written in _stretches(messages, tokenizer, tools):
+    for text, written in _stretches(messages, tokenizer, tools, variables):
         found = tokenizer.encode(text, add_special_tokens=False) if text else []
         ids += found
         mask += [int(written)] * len(found)
@@ -38,7 +41,10 @@ def tokenize_conversation(
 
 
 def _stretches(
-    messages: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any]
+    messages: Sequence[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Any],
+    variables: Mapping[str, Any],
 ) -> Iterator[tuple[str, bool]]:
     """Pairs (text, whether the assistant wrote it). Text after the assistant's last turn is left
     out.
@@ -50,8 +56,8 @@ def _stretches(
         raise BadRow("field 'messages' has no message of role assistant")
     rendered = ""
     for number in turns:
-        before = _rendered(messages[:number], tokenizer, tools, generate=True)
-        through = _rendered(messages[: number + 1], tokenizer, tools, generate=False)
+        before = _rendered(messages[:number], tokenizer, tools, variables, generate=True)
+        through = _rendered(messages[: number + 1], tokenizer, tools, variables, generate=False)
         if not before.startswith(rendered) or not through.startswith(before):
             raise BadRow(
                 f"message {number}: the chat template rewrites what stands before it; give one row "
@@ -67,6 +73,7 @@ def _rendered(
     messages: Sequence[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Any],
+    variables: Mapping[str, Any],
     generate: bool,
 ) -> str:
     try:
@@ -76,6 +83,7 @@ def _rendered(
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=generate,
+                **variables,
             )
         )
     except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:

@@ -6,6 +6,8 @@ Each epoch visits every row once, in an order that the seed and the epoch's numb
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -47,7 +49,8 @@ def tokenize(
             "problem as text, or write chat_template.jinja next to the tokenizer)"
         )
     else:
-        text = _chat_text(messages, row.tools or tuple(map(dict, tools)), tokenizer)
+        offered = row.tools or tuple(map(dict, tools))
+        text = _chat_text(messages, offered, tokenizer, config.chat_template_kwargs)
         ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) > config.rollout_max_prompt_len:
         limit = config.rollout_max_prompt_len
@@ -76,18 +79,33 @@ def _chat_text(
     messages: tuple[dict[str, Any], ...],
     tools: tuple[dict[str, Any], ...],
     tokenizer: PreTrainedTokenizerBase,
+    variables: Mapping[str, Any],
 ) -> str:
     given = {"tools": list(tools)} if tools else {}
     try:
         return str(
             tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **given
+                list(messages), tokenize=False, add_generation_prompt=True, **given, **variables
             )
         )
     except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
         raise BadRow(
             f"the chat template refuses the messages ({str(error).splitlines()[0]})"
         ) from None
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+    """UserError: data.chat_template_kwargs has a name that the chat template does not read, or that
+    the trainer sets.
+    """
+    template = str(tokenizer.chat_template or "")
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    for name, value in config.chat_template_kwargs.items():
+        if name in own or not re.search(rf"\b{re.escape(name)}\b", template):
+            reason = "the trainer sets it" if name in own else "the chat template does not read it"
+            raise UserError(
+                f"data.chat_template_kwargs has {name}={value!r}: {reason}; leave it out"
+            )
 
 
 def load_prompts(
@@ -100,6 +118,7 @@ def load_prompts(
     """All prompts of a source in its order (index = place among them),
     and the rows that were left out.
     """
+    check_template(tokenizer, config)
     dropped = Dropped()
     rows = read_rows(source, config, dropped)
     prompts: list[Prompt] = []

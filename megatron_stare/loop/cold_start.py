@@ -188,7 +188,9 @@ def read_demonstrations(config: Config) -> list[Group]:
             if isinstance(row, tuple):
                 texts[number] = row
             else:
-                tokenized[number] = tokenize_conversation(row["messages"], tokenizer, row["tools"])
+                tokenized[number] = tokenize_conversation(
+                    row["messages"], tokenizer, row["tools"], config.data.chat_template_kwargs
+                )
         except BadRow as error:
             raise UserError(f"{raw.file}, row {raw.number}: {error}; correct it") from None
     tokenized |= _tokenized(texts, tokenizer)

@@ -68,16 +68,18 @@ def build_engine(
 
 def with_tools(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
     """The engine; where there are tools or agents, one that plays episodes on it."""
+    variables = config.data.chat_template_kwargs
     if config.agents.active:
         try:
             from megatron_stare.rollout.agents.agent_engine import AgentEngine
         except ModuleNotFoundError as error:
             raise UserError(f"agents need {error.name}; install megatron-stare[agents]") from None
-        return AgentEngine(engine, tokenizer, config.agents, _longest_sequence(config))
+        longest = _longest_sequence(config)
+        return AgentEngine(engine, tokenizer, config.agents, longest, variables)
     if not config.tools.environment:
         return engine
     make, release = environments(config)
-    return ToolEngine(engine, make, tokenizer, config.tools, release)
+    return ToolEngine(engine, make, tokenizer, config.tools, release, variables)
 
 
 def _longest_sequence(config: Config) -> int:

@@ -14,6 +14,8 @@ import asyncio
 import dataclasses
 import logging
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -44,9 +46,11 @@ class AgentEngine(EpisodeEngine):
         tokenizer: PreTrainedTokenizerBase,
         settings: AgentsConfig,
         context_length: int,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        """`variables`: of the chat template."""
         self.settings, self.context_length = settings, context_length
-        self.renderer = Renderer(own_tokenizer(tokenizer), find_format(settings.format))
+        self.renderer = Renderer(own_tokenizer(tokenizer), find_format(settings.format), variables)
         self._sessions: dict[Seed, AgentSession] = {}
         self._tasks: dict[Seed, asyncio.Task[Any]] = {}
         self._warned: set[str] = set()

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -45,10 +46,17 @@ class Turn:
 
 
 class Renderer:
-    """Renders for one tokenizer; `form`: how the model writes calls."""
+    """Renders for one tokenizer; `form`: how the model writes calls; `variables`: of the chat
+    template.
+    """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, form: ToolFormat) -> None:
-        self.tokenizer, self.form = tokenizer, form
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        form: ToolFormat,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.tokenizer, self.form, self.variables = tokenizer, form, variables
         self._special = {*tokenizer.all_special_ids}
 
     def prompt(
@@ -152,6 +160,7 @@ class Renderer:
                     tools=list(tools) or None,
                     tokenize=False,
                     add_generation_prompt=begin,
+                    **self.variables,
                 )
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:

@@ -25,8 +25,9 @@ import functools
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -62,8 +63,9 @@ class _EngineFailed(Exception):
 
 
 class ToolEngine(EpisodeEngine):
-    """Multi-turn episodes with tools. `make` gives each prompt its environment;
-    `release` is called at the end, for what the environments share."""
+    """Multi-turn episodes with tools. `make` gives each prompt its environment; `release` is called
+    at the end, for what the environments share. `variables`: of the chat template.
+    """
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class ToolEngine(EpisodeEngine):
         tokenizer: PreTrainedTokenizerBase,
         settings: ToolsConfig,
         release: Callable[[], None] = lambda: None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         super().__init__(engine, "tool-engine")
         self.make, self.tokenizer = make, own_tokenizer(tokenizer)
@@ -79,7 +82,7 @@ class ToolEngine(EpisodeEngine):
         self.form = find_format(settings.format)
         self.answer = _compiled(settings.answer_pattern)
         self._warned: set[str] = set()
-        self.messages = ToolMessages(self.tokenizer, settings.response)
+        self.messages = ToolMessages(self.tokenizer, settings.response, variables)
         self.budget = Budget(
             settings.max_calls,
             settings.call_seconds,
@@ -287,8 +290,13 @@ class ToolMessages:
     end or open a turn. Invalid Unicode is replaced: tokenizers refuse it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, response: str = "") -> None:
-        self.tokenizer, self.response = tokenizer, response
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        response: str = "",
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.tokenizer, self.response, self.variables = tokenizer, response, variables
         if response and "{output}" not in response:
             raise UserError(
                 f"tools.response={response!r} has no {{output}}; write where a tool's result goes"
@@ -332,7 +340,7 @@ class ToolMessages:
         try:
             text = str(
                 self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True
+                    messages, tokenize=False, add_generation_prompt=True, **self.variables
                 )
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:

@@ -16,12 +16,14 @@ IGNORED = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
     "seed",
     "frequency_penalty",
     "presence_penalty",
     "repetition_penalty",
     "logit_bias",
     "response_format",
+    "chat_template_kwargs",
 )
 
 

@@ -177,14 +177,16 @@ def test_what_cannot_be_answered_is_refused_in_words(
 def test_a_clients_sampling_has_no_effect_and_its_limits_have(tokenizer: PreTrainedTokenizerBase):
     async def play() -> None:
         async with Client(tokenizer, lambda *_: "12345<|end|>") as client:
-            _, cut = await client.post({**ASKED, "max_tokens": 2, "temperature": 0.1})
+            template = {"chat_template_kwargs": {"enable_thinking": False}}
+            _, cut = await client.post({**ASKED, **template, "max_tokens": 2, "temperature": 0.1})
             assert cut["choices"][0]["finish_reason"] == "length"
             assert cut["choices"][0]["message"]["content"] == "12"
             _, stopped = await client.post({**ASKED, "stop": "34", "logprobs": True})
             assert stopped["choices"][0]["message"]["content"] == "12"
             values = [one["logprob"] for one in stopped["choices"][0]["logprobs"]["content"]]
             assert values == [-2.5] * 6, "the tokens of a stop text stay in the sequence"
-            assert client.session.counts["ignored/temperature"] == 1
+            for name in ("temperature", "chat_template_kwargs"):
+                assert client.session.counts[f"ignored/{name}"] == 1
 
     asyncio.run(play())
 

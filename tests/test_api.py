@@ -104,6 +104,27 @@ def test_generate_repeats_itself_and_keeps_the_order(tmp_path):
     assert len(alone[0].rollouts[0].response_ids) <= 2
 
 
+def test_a_text_of_rollout_stop_ends_a_response_and_stays_in_it(tmp_path):
+    config = small_config(tmp_path, "rollout.rollout_max_response_len=24")
+    (free,) = generate(config, ["1+1="], n=16)
+    stop = "".join(rollout.text for rollout in free.rollouts)[5]
+    ended = small_config(
+        tmp_path, "rollout.rollout_max_response_len=24", f"rollout.stop=['{stop}']"
+    )
+    (group,) = generate(ended, ["1+1="], n=16)
+    stopped = 0
+    for rollout, whole in zip(group.rollouts, free.rollouts, strict=True):
+        if stop in whole.text:
+            assert rollout.text == whole.text[: whole.text.index(stop) + 1]
+            assert rollout.status == "completed"
+            stopped += 1
+        else:
+            assert rollout.text == whole.text
+    assert stopped > 0
+    with pytest.raises(UserError, match=r"rollout.stop has an empty text"):
+        small_config(tmp_path, "rollout.stop=['']")
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -295,6 +295,7 @@ def training_params(config: Config) -> SamplingParams:
         rollout.rollout_top_p,
         rollout.rollout_max_response_len,
         rollout.skip_special_tokens,
+        stop=tuple(rollout.stop),
         routing=routing,
     )
 

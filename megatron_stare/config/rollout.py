@@ -108,6 +108,9 @@ class RolloutConfig:
     rollout_top_p: PositiveFraction = 1.0
     """Total probability of the most likely tokens that training rollouts are sampled from; it must
     stay 1 in training (docs/asynchrony.md)."""
+    stop: list[str] = Field(default_factory=list)
+    """Texts that end a response, or a turn of it, as its end token does, e.g. `[</answer>]`; the
+    text stays in the response. Evaluation uses them too."""
     resampling: ResamplingConfig = Field(default_factory=ResamplingConfig)
     """Sampling some prompts of a batch again."""
     skip_special_tokens: bool = True

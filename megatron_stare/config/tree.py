@@ -256,6 +256,8 @@ def _check_data(config: Config) -> None:
             )
     if not all(word.strip() for word in evaluation.reflection_words):
         raise UserError("evaluation.reflection_words has an empty word; leave it out")
+    if "" in config.rollout.stop:
+        raise UserError("rollout.stop has an empty text; leave it out")
     if config.data.sources and config.data.prompt_data:
         raise UserError(
             f"data.prompt_data={config.data.prompt_data!r} and data.sources are both set; keep one "

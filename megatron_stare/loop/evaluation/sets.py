@@ -121,6 +121,7 @@ def _params(config: Config, settings: EvaluationSetConfig) -> SamplingParams:
         or evaluation.eval_max_response_len
         or rollout.rollout_max_response_len,
         rollout.skip_special_tokens,
+        stop=tuple(rollout.stop),
         top_k=_own(settings.top_k, evaluation.eval_top_k),
     )
 

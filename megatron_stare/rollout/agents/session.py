@@ -121,8 +121,9 @@ class AgentSession:
             bridge = self.renderer.bridge(new, int(ids[-1]), parent.closing)
             prompt = numpy.concatenate([ids, bridge])
         self._check_sequences(parent)
-        sampled = await self._sampled(prompt, self._limits(call, prompt))
-        turn = self.renderer.turn(sampled.response_ids.tolist(), prompt, call.stop)
+        limits = self._limits(call, prompt)
+        sampled = await self._sampled(prompt, limits)
+        turn = self.renderer.turn(sampled.response_ids.tolist(), prompt, limits.stop)
         number = len(self.tree.nodes)
         message: Message = {"role": "assistant", "content": turn.content}
         if turn.reasoning:
@@ -196,7 +197,8 @@ class AgentSession:
                 "context_length_exceeded",
             )
         most = min(call.max_tokens or left, left, self.params.max_new_tokens)
-        return dataclasses.replace(self.params, max_new_tokens=most, stop=call.stop)
+        stop = (*self.params.stop, *call.stop)
+        return dataclasses.replace(self.params, max_new_tokens=most, stop=stop)
 
     async def _sampled(self, prompt: numpy.ndarray, params: SamplingParams) -> Rollout:
         """The engine's answer. BadCall: the episode ended meanwhile.

@@ -95,8 +95,8 @@ class ToolEngine(EpisodeEngine):
 
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
         """One future per episode; see EpisodeEngine."""
-        stop = self.form.stop_strings if self.settings.response else ()
-        return super().submit(requests, dataclasses.replace(params, stop=stop))
+        own = self.form.stop_strings if self.settings.response else ()
+        return super().submit(requests, dataclasses.replace(params, stop=(*params.stop, *own)))
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
         """End these episodes, or all: they come back `aborted`, without tokens."""

@@ -60,7 +60,9 @@ def test_settings_of_one_set(tmp_path):
     assert load(tmp_path / "config.yaml") == config
     (a, b), lines = build_sets(config, byte_tokenizer())
     assert (a.samples, a.params.temperature, a.params.top_p) == (3, 0.6, 1.0)
-    assert (b.samples, b.params.temperature) == (8, 1.0)
+    assert (b.samples, b.params.temperature, b.params.stop) == (8, 1.0, ())
+    ended = override(config, ["rollout.stop=[User, </answer>]"])
+    assert build_sets(ended, byte_tokenizer())[0][1].params.stop == ("User", "</answer>")
     assert a.seed != b.seed and not lines
     more = override(config, ["evaluation.per_set.a.n_samples=5"])
     hotter = override(config, ["evaluation.per_set.a.temperature=0.7"])

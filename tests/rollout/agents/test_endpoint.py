@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -187,6 +188,9 @@ def test_a_clients_sampling_has_no_effect_and_its_limits_have(tokenizer: PreTrai
             assert values == [-2.5] * 6, "the tokens of a stop text stay in the sequence"
             for name in ("temperature", "chat_template_kwargs"):
                 assert client.session.counts[f"ignored/{name}"] == 1
+            client.session.params = dataclasses.replace(PARAMS, stop=("2",))  # rollout.stop
+            _, ended = await client.post({**ASKED, "stop": "34", "user": "another"})
+            assert ended["choices"][0]["message"]["content"] == "1"
 
     asyncio.run(play())
 

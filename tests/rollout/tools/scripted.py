@@ -28,9 +28,11 @@ class Scripted:
         self.tokenizer, self.turns = tokenizer, list(turns)
         self.asked: list[Request] = []
         self.batches: list[int] = []
+        self.stops: list[tuple[str, ...]] = []
 
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
         self.batches.append(len(requests))
+        self.stops.append(params.stop)
         return [self._answer(request, params) for request in requests]
 
     def _answer(self, request: Request, params: SamplingParams) -> Future[Rollout]:

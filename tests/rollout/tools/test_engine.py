@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -169,6 +170,18 @@ def test_an_aborted_episode_comes_back_empty_and_its_environment_is_closed(
     assert all(not len(rollout.response_ids) for rollout in rollouts[:3])
     engine.close()
     assert len(closed) == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "own"),
+    [({}, ()), ({"format": "code", "response": "<out>{output}</out>"}, ("</code>", "\n```\n"))],
+)
+def test_a_turn_ends_at_the_runs_stop_texts_and_at_the_formats(
+    tokenizer: PreTrainedTokenizerBase, settings: dict[str, str], own: tuple[str, ...]
+):
+    params = dataclasses.replace(PARAMS, stop=("42",))
+    _, inner = played(tokenizer, ["\\boxed{42}<|end|>"], params, **settings)
+    assert inner.stops == [("42", *own)]
 
 
 def test_special_tokens_in_a_result_stay_text(tokenizer: PreTrainedTokenizerBase):

@@ -88,6 +88,9 @@ class EvaluationConfig:
 
     eval_interval: Whole = 0
     """Number of rollout batches between two evaluations; 0 never evaluates during training."""
+    eval_at_start: bool = False
+    """Evaluate the policy before its first step too; the metrics are eval_start/<set>/<number> in
+    the line of step 1."""
     eval_data: dict[str, str] = Field(default_factory=dict)
     """Source of each evaluation set by the set's name, e.g. `{aime24: aime24.parquet}`; sources are
     written as in data.prompt_data."""

@@ -17,6 +17,7 @@ from megatron_stare.policy.checkpoints.checkpoints import LATEST
 from megatron_stare.policy.huggingface.shape import shape_of
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.heartbeat import phase
+from megatron_stare.reporting.problem_scores import start_key
 
 
 class Trainer:
@@ -68,12 +69,12 @@ class Trainer:
         """
         self.interrupt.check()
         try:
-            metrics = self.progress.unwritten or self.train_step()
+            metrics = self.progress.unwritten or self._evaluated_at_start() | self.train_step()
             if self.evaluator.due(self.step):
                 self.progress.unwritten, watch = metrics, Stopwatch()
                 self.collector.prefetch(self.step)
-                with watch("evaluate"), self.interrupt.ending(self.evaluator.stop):
-                    metrics = metrics | self.evaluator.evaluate()
+                with watch("evaluate"):
+                    metrics = metrics | self._evaluated()
                 metrics = watch.added_to(metrics)
         except TaskSolved as solved:
             self.progress.solved = str(solved)
@@ -84,6 +85,17 @@ class Trainer:
             raise
         self.progress.unwritten = {}
         return metrics
+
+    def _evaluated_at_start(self) -> dict[str, float]:
+        """The evaluation of the policy that the first step starts from, if it is asked for."""
+        if self.step or not self.config.evaluation.eval_at_start:
+            return {}
+        with phase("evaluate"):
+            return {start_key(key): value for key, value in self._evaluated().items()}
+
+    def _evaluated(self) -> dict[str, float]:
+        with self.interrupt.ending(self.evaluator.stop):
+            return self.evaluator.evaluate()
 
     def train_step(self) -> dict[str, float]:
         """One step: collect, record, learn, finish, sync. Interrupted: before its updates."""

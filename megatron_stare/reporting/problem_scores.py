@@ -43,6 +43,13 @@ def average_keys(metrics: Iterable[str]) -> list[str]:
     return [key for key in metrics if key.startswith("eval/") and key.endswith("/avg_at_k")]
 
 
+def start_key(key: str) -> str:
+    """The name of an evaluation's metric where it is of the policy before the first step; any other
+    key stays.
+    """
+    return key.replace("eval/", "eval_start/", 1) if key.startswith("eval/") else key
+
+
 def avg_at_k(samples: int, correct: int) -> float:
     """c / n: the accuracy of one problem over its n samples."""
     _check_counts(samples, correct)

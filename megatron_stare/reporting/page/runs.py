@@ -19,6 +19,7 @@ from megatron_stare import config as configuration
 from megatron_stare.config import Config, UserError
 from megatron_stare.reporting.intervals import mean_and_interval
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
+from megatron_stare.reporting.problem_scores import start_key
 from megatron_stare.reporting.summary import (
     SUMMARY_NAME,
     Claim,
@@ -42,8 +43,12 @@ class Run:
     summary: Mapping[str, Any]  # empty before the first step
 
     def series(self, key: str) -> list[Point]:
-        """(step, value) wherever a row has a finite number for the key."""
-        return [
+        """(step, value) wherever a row has a finite number for the key; of an evaluation also that
+        of the start, at step 0.
+        """
+        start = start_key(key)
+        begin = [(0, row[start]) for row in self.rows[:1] if start != key and start in row]
+        return begin + [
             (row["step"], float(row[key]))
             for row in self.rows
             if isinstance(row.get(key), int | float) and math.isfinite(row[key])

@@ -12,7 +12,7 @@ from megatron_stare.__main__ import main
 from megatron_stare.collect.journal import MAGIC
 from megatron_stare.config import dump
 from megatron_stare.policy import runtime
-from tests.small_run import small_config
+from tests.small_run import rows_of, small_config
 
 runtime.prepare()  # before anything of megatron.core
 
@@ -108,6 +108,22 @@ def test_an_older_checkpoint_is_evaluated_by_its_name_and_nothing_is_set_aside(
     assert group.rollouts[0].weight_version == 1
     assert main(["evaluate", str(run), "--load", "step_00000007"]) == 2
     assert "--load step_00000007: not in" in capsys.readouterr().err
+
+
+def test_the_start_is_evaluated_once_and_changes_no_step(recipe: Path) -> None:
+    plain, asked = (recipe.with_name(name) for name in ("plain", "asked"))
+    assert main(["evaluate", str(recipe), f"run.dir={plain}"]) == 0
+    start = json.loads((plain / "evaluation.json").read_text())
+    assert start.pop("step") == 0
+    assert main(["train", str(recipe), f"run.dir={plain}"]) == 0
+    words = (f"run.dir={asked}", "evaluation.eval_at_start=true")
+    assert main(["train", str(recipe), "train.num_rollout=1", *words]) == 0
+    assert main(["train", str(recipe), *words]) == 0
+    first, *others = rows_of(load_config(asked))
+    found = {key: first.pop(key) for key in [*first] if key.startswith("eval")}
+    assert found == {key.replace("eval/", "eval_start/"): value for key, value in start.items()}
+    assert not any(key.startswith("eval") for row in others for key in row)
+    assert [first, *others] == rows_of(load_config(plain))
 
 
 def test_a_changed_model_directory_is_another_policy(tmp_path: Path, recipe: Path) -> None:

@@ -61,6 +61,13 @@ def test_only_finite_numbers_are_drawn():
     assert run_of(rows).series("a") == [(2, 1.0)]
 
 
+def test_an_evaluation_of_the_start_is_drawn_at_step_0():
+    rows = [{"step": 1, "eval_start/held/avg_at_k": 0.25}, {"step": 2, "eval/held/avg_at_k": 0.5}]
+    assert run_of(rows).series("eval/held/avg_at_k") == [(0, 0.25), (2, 0.5)]
+    assert run_of(rows[1:]).series("eval/held/avg_at_k") == [(2, 0.5)]
+    assert run_of(rows).series("eval_start/held/avg_at_k") == [(1, 0.25)]
+
+
 def test_phases_add_up_to_the_step():
     rows = [
         {"step": 1, "seconds_rollout": 3.0, "seconds_update": 1.0, "seconds_total": 5.0},

@@ -65,7 +65,7 @@ MISTAKES = {
     "a section of another name": Mistake("optimiser.lr=1", "did you mean 'optimizer.lr'?"),
     "a key of TRL": Mistake("optimizer.learning_rate=1", "did you mean 'optimizer.lr'?"),
     "a key of verl": Mistake("actor_rollout_ref.actor.optim.lr=1", "did you mean 'optimizer.lr'?"),
-    "a key that verl adds": Mistake("+trainer.total_epochs=3", "did you mean 'train.epochs'?"),
+    "a key that verl adds": Mistake("+trainer.total_epochs=3", "did you mean 'train.num_rollout'?"),
     "adapters alone through a router": Mistake(
         "adapters.rank=4 adapters.merge=false rollout.engine=sglang sglang.router_url=http://a:1",
         "with sglang.router_url=http://a:1; set adapters.merge=true, or leave sglang."

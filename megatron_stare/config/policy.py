@@ -196,11 +196,12 @@ class TrainConfig:
     """The length of a run, and how often a rollout batch is used."""
 
     num_rollout: Count = 1000
-    """Number of rollout batches in the run; each one writes a line of metrics.jsonl."""
+    """Number of rollout batches in the run; each one writes a line of metrics.jsonl. A pass over
+    the data takes as many as it has prompts, divided by rollout.rollout_batch_size."""
     num_steps_per_rollout: Count = 1
     """Number of mini-batches of whole groups in a rollout batch, with one optimizer step each."""
     epochs: Count = 1
-    """Number of passes over a rollout batch."""
+    """Number of passes over each rollout batch."""
     max_nonfinite_steps: Count = 3
     """Number of consecutive steps skipped for a non-finite statistic or gradient after which the
     run stops."""

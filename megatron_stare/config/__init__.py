@@ -5,6 +5,7 @@ from megatron_stare.config.data import (
     DataConfig,
     EvaluationConfig,
     EvaluationSetConfig,
+    source_of,
 )
 from megatron_stare.config.errors import (
     EngineError,
@@ -92,5 +93,6 @@ __all__ = [
     "lookup",
     "nearest",
     "override",
+    "source_of",
     "without_secrets",
 ]

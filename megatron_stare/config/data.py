@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -16,6 +17,11 @@ from megatron_stare.config.section import (
 )
 
 DATA_SOURCE = "data_source"  # key of a prompt's metadata: the data set of its row
+
+
+def source_of(metadata: Mapping[str, Any]) -> str:
+    """The data set that a prompt's row is of; empty where the row names none."""
+    return str(metadata.get(DATA_SOURCE) or "")
 
 
 @section

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from megatron_stare.config.data import DATA_SOURCE
+from megatron_stare.config.data import source_of
 from megatron_stare.config.section import (
     Count,
     Fraction,
@@ -124,7 +124,7 @@ class ScoringConfig:
         """
         if self.reward != PER_SOURCE:
             return self.reward
-        return self.per_source.get(metadata.get(DATA_SOURCE, ""), "")
+        return self.per_source.get(source_of(metadata), "")
 
 
 @section

@@ -15,7 +15,7 @@ import jinja2
 import numpy
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.config import DATA_SOURCE, Config, DataConfig, UserError
+from megatron_stare.config import Config, DataConfig, UserError, source_of
 from megatron_stare.data.rows import BadRow, Dropped, Row, read_rows
 from megatron_stare.data.screening import Screen
 from megatron_stare.records import Prompt
@@ -142,7 +142,7 @@ def check_rewarded(config: Config, prompts: Iterable[Prompt], where: str) -> Non
     """UserError: a prompt is of a data set without a reward in scoring.per_source."""
     known, key = config.scoring.per_source, config.data.source_key
     for prompt in prompts if known else ():
-        source = prompt.metadata.get(DATA_SOURCE, "")
+        source = source_of(prompt.metadata)
         if source not in known:
             what = f"is of the data set {source!r}" if source else f"has no {key!r}"
             raise UserError(

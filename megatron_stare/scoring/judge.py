@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_stare.config import (
-    DATA_SOURCE,
     PER_SOURCE,
     ScoringConfig,
     UserError,
     callable_at,
     nearest,
+    source_of,
 )
 from megatron_stare.records import Prompt, Rollout, RolloutMeta
 from megatron_stare.scoring.reward_model import RemoteRewardModel
@@ -137,7 +137,7 @@ class PerSourceReward:
         self.rewards, self.backends = scoring.per_source, backends
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
-        sources = [sample.metadata.get(DATA_SOURCE, "") for sample in samples]
+        sources = [source_of(sample.metadata) for sample in samples]
         found = [unverifiable(f"scoring.per_source has no {source!r}") for source in sources]
         for source in dict.fromkeys(source for source in sources if source in self.rewards):
             places = [place for place, each in enumerate(sources) if each == source]

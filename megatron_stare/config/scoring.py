@@ -104,7 +104,7 @@ class ScoringConfig:
     advantage: str = "grpo"
     """Estimator that turns the rewards of a group into advantages: grpo, dr_grpo, rloo, opo,
     reinforce_plus_plus, reinforce_plus_plus_baseline, gpg, grpo_passk, hapo, dcpo, w_reinf, psr,
-    nsr, qae or remax."""
+    nsr, qae, remax, or a function package.module.name."""
     advantage_settings: dict[str, Number] = Field(default_factory=dict)
     """Settings of the advantage estimator, e.g. `{positive: 0.1}` for w_reinf."""
     normalize_by_std: bool = True

@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stare.config import UserError, nearest
+from megatron_stare.config import UserError, callable_at, nearest
 
 EPSILON = 1e-6
 _WHITENING_EPSILON = 1e-8
@@ -139,15 +139,24 @@ class Estimator:
     name: str
     function: Callable[..., Tensor]
     settings: Mapping[str, Any]
-    relative: bool
+    relative: bool = True
     leaves_out: str = ""
     greedy: bool = False
     remembers: bool = False
 
     def __call__(self, outcomes: Outcomes, **settings: Any) -> Tensor:
-        """The advantages [B]. UserError: a setting it does not have, or one that is missing."""
+        """The advantages [B]. UserError: a setting it does not have, or one that is missing; a
+        result that is not a finite number for every response.
+        """
         self.check(settings)
-        return self.function(outcomes, **settings)
+        found = self.function(outcomes, **settings)
+        wanted = outcomes.reward_B.shape
+        if not isinstance(found, Tensor) or found.shape != wanted or not found.isfinite().all():
+            raise UserError(
+                f"advantage {self.name!r} must return a tensor of {wanted.numel()} finite numbers, "
+                f"one for each response, not {found}"
+            )
+        return found
 
     def check(self, settings: Mapping[str, Any], prefix: str = "") -> None:
         """UserError for settings it does not have and for required ones that are missing."""
@@ -175,10 +184,24 @@ ESTIMATORS: dict[str, Estimator] = {}
 
 
 def find_estimator(name: str) -> Estimator:
-    """The estimator of that name; UserError lists the valid ones and the nearest."""
+    """The estimator of that name, or a user's function at package.module.name. UserError: there is
+    none; it lists the nearest name.
+    """
+    if "." in name:
+        function = callable_at(name, "advantage", "a function of Outcomes")
+        own = next((one for one in ESTIMATORS.values() if one.function is function), None)
+        return own or _made(name, function)
     if name not in ESTIMATORS:
-        raise UserError(f"advantage {name!r} is unknown{nearest(name, ESTIMATORS)}")
+        raise UserError(
+            f"advantage {name!r} is unknown{nearest(name, ESTIMATORS)}, or give package.module.name"
+        )
     return ESTIMATORS[name]
+
+
+def _made(name: str, function: Callable[..., Tensor], **traits: Any) -> Estimator:
+    parameters = inspect.signature(function).parameters.values()
+    settings = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return Estimator(name, function, settings, **traits)
 
 
 def estimator(
@@ -188,15 +211,18 @@ def estimator(
     greedy: bool = False,
     remembers: bool = False,
 ) -> Callable[[Any], Any]:
-    """Register a function under its name; its keyword-only arguments are its settings."""
+    """Register a function under its name; its keyword-only arguments are its settings. UserError:
+    another module has one of this name.
+    """
+
+    traits = {"leaves_out": leaves_out, "greedy": greedy, "remembers": remembers}
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        parameters = inspect.signature(function).parameters.values()
-        settings = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         name = function.__name__
-        ESTIMATORS[name] = Estimator(
-            name, function, settings, relative, leaves_out, greedy, remembers
-        )
+        known = ESTIMATORS.get(name)
+        if known and known.function.__module__ != function.__module__:
+            raise UserError(f"advantage {name!r} exists already; give the function another name")
+        ESTIMATORS[name] = _made(name, function, relative=relative, **traits)
         return function
 
     return register

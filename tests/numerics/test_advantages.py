@@ -11,11 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stare.config import UserError
-from megatron_stare.numerics.advantages import ESTIMATORS, Outcomes, find_estimator
+from megatron_stare.numerics.advantages import ESTIMATORS, Outcomes, estimator, find_estimator
 from tests.losses import reference_advantages
 
 SETTINGS = {"qae": {"quantile": 0.4}}
 TWINNED = sorted(ESTIMATORS.keys() - {"remax"})
+
+
+def above_mean(outcomes, *, scale=1.0):
+    """An estimator of a user's."""
+    return scale * (outcomes.centred() > 0).double()
+
+
+def wrong(outcomes):
+    return outcomes.reward_B[:1]
+
+
+def unsound(outcomes):
+    return outcomes.reward_B * float("nan")
 
 
 def outcomes(rewards, groups, lengths, baselines=None):
@@ -219,3 +232,33 @@ def test_settings():
     assert find_estimator("w_reinf")(two, positive=0.5).tolist() == [0.5, -1.0]
     plain = find_estimator("grpo")(two, normalize_by_std=False)
     assert torch.equal(plain, find_estimator("dr_grpo")(two))
+
+
+def test_a_users_function_is_an_estimator():
+    one = find_estimator(f"{__name__}.above_mean")
+    batch = outcomes([1.0, 0.0, 3.0, 3.0], [0, 0, 1, 1], [1, 1, 1, 1])
+    assert one(batch).tolist() == [1, 0, 0, 0] and one(batch, scale=2.0).tolist() == [2, 0, 0, 0]
+    assert one.relative and not one.greedy
+    with pytest.raises(UserError, match=r"above_mean' has no such setting; did you mean 'scale'"):
+        one(batch, scales=2.0)
+    for name in ("wrong", "unsound"):
+        with pytest.raises(UserError, match=rf"{name}' must return a tensor of 4 finite numbers"):
+            find_estimator(f"{__name__}.{name}")(batch)
+    with pytest.raises(UserError, match="has no 'above_men'; did you mean"):
+        find_estimator(f"{__name__}.above_men")
+
+
+def test_an_estimator_under_the_decorator_keeps_its_traits_and_takes_no_name_twice():
+    taken = {"rloo": ESTIMATORS["rloo"]}
+    with pytest.raises(UserError, match="advantage 'rloo' exists already"):
+
+        @estimator()
+        def rloo(outcomes): ...
+
+    assert ESTIMATORS["rloo"] is taken["rloo"]
+    try:
+        estimator(relative=False, leaves_out="wrong")(above_mean)
+        found = find_estimator(f"{__name__}.above_mean")
+        assert (found.relative, found.leaves_out) == (False, "wrong")
+    finally:
+        del ESTIMATORS["above_mean"]

@@ -46,6 +46,15 @@ def test_known_advantages():
     assert advantages(group([1, 1, 1])) == [[0, 0, 0]]
 
 
+def test_a_users_estimator_sees_the_verified_rollouts_of_the_batch():
+    path = "tests.numerics.test_advantages.above_mean"
+    mixed = group([1, None, 0], verdicts=("correct", "unverifiable", "wrong"))
+    found = advantages(mixed, group([0, 0.5]), advantage=path, advantage_settings={"scale": 2.0})
+    assert found == [[2.0, 0.0, 0.0], [0.0, 2.0]]
+    with pytest.raises(UserError, match=r"scoring.advantage=.*above_mean: .*no such setting"):
+        advantages(mixed, advantage=path, advantage_settings={"scales": 2.0})
+
+
 def test_the_whole_batch_is_whitened_together():
     """1 over 3 tokens and 0 over 1: mean 3/4, var (3 x 1/16 + 9/16) / 3 = 1/4."""
     found = advantages(group([1], 3), group([0], 1), advantage="reinforce_plus_plus")

@@ -205,12 +205,24 @@ RESULTS = {
         )
         for words in ("smollm2_135m train.num_rollout=150", "smollm2_135m_lcm")
     },
+    f".venv/bin/{PYTHON} compare smollm2_135m --losses grpo_ds,stare --seeds 0 "
+    "train.num_rollout=200 run.keep_every=50": Elsewhere(
+        "tests/recipes/test_smollm2.py::test_both_arms_train_from_one_cold_start"
+    ),
+    f".venv/bin/{PYTHON} evaluate runs/smollm2_135m_losses/seed0/stare "
+    "evaluation.per_set.heldout.temperature=0.6 evaluation.per_set.heldout.n_samples=16": Elsewhere(
+        "tests/loop/evaluation/test_evaluation.py"
+    ),
     UNPACK: Run(
         instead=(("docs/studies/smollm2.tar.xz", str(ROOT / "docs/studies/smollm2.tar.xz")),)
     ),
     **{
         f".venv/bin/python benchmarks/study.py {run}/grpo_ds {run}/stare": Run(needs=(UNPACK,))
-        for run in ("runs/smollm2_135m/seed2", "runs/smollm2_135m_lcm/seed0")
+        for run in (
+            "runs/smollm2_135m/seed2",
+            "runs/smollm2_135m_lcm/seed0",
+            "runs/smollm2_135m_losses/seed0",
+        )
     },
     f".venv/bin/{PYTHON} report runs/smollm2_135m_lcm": Run(needs=(UNPACK,)),
     f".venv/bin/{PYTHON} compare quickstart --seeds 0,1,2 --losses stare,grpo_ds,dapo,stare_paper,"
@@ -282,7 +294,7 @@ LORA_RUN = (
     "data.prompt_data=dapo17k.parquet adapters.rank=32 optimizer.lr=1e-5 run.dir=runs/lora"
 )
 ADAPTED_ARMS = Elsewhere(
-    "tests/recipes/test_smollm2.py::test_adapted_arms_are_their_arm_with_adapters"
+    "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
 )
 LORA = {
     LORA_RUN: Run(SMALL, markers=SLOW),

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_stare.__main__ import main
 from megatron_stare.config import differences, override
+from megatron_stare.losses import objective_of
 from megatron_stare.recipes import find_recipe
 from megatron_stare.recipes.smollm2 import ADAPTED, TEACHER
 from megatron_stare.reporting.logbook import read_metrics
@@ -78,10 +79,11 @@ def distances(directory: Path, run: str) -> list[float]:
     return [row["reference_kl"] for row in rows]
 
 
-def test_adapted_arms_are_their_arm_with_adapters() -> None:
-    """Every arm is a valid config; those with adapters name their rank and learning rate."""
+def test_every_arm_is_valid_and_adapted_ones_only_add_adapters() -> None:
+    """Those with adapters name their rank and learning rate."""
     config = find_recipe("smollm2_135m")
     runs = {name: override(config, words) for name, words in config.compare.arms.items()}
+    assert all(objective_of(run.loss) for run in runs.values())
     for name in ADAPTED:
         arm, _, rank = name.partition("_rank")
         changed = {key for key, _, _ in differences(runs[arm], runs[name])}

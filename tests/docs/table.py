@@ -209,6 +209,10 @@ RESULTS = {
     "train.num_rollout=200 run.keep_every=50": Elsewhere(
         "tests/recipes/test_smollm2.py::test_both_arms_train_from_one_cold_start"
     ),
+    f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_low,bonus --seeds 0 "
+    "run.dir=runs/smollm2_135m_control": Elsewhere(
+        "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
+    ),
     f".venv/bin/{PYTHON} evaluate runs/smollm2_135m_losses/seed0/stare "
     "evaluation.per_set.heldout.temperature=0.6 evaluation.per_set.heldout.n_samples=16": Elsewhere(
         "tests/loop/evaluation/test_evaluation.py"

@@ -14,9 +14,7 @@ from tests.tiny_models import byte_tokenizer
 
 
 def rows(*questions, label="1"):
-    return [
-        Row(number, question, label, "", {}) for number, question in enumerate(questions, start=1)
-    ]
+    return [Row(number, question, label, {}) for number, question in enumerate(questions, start=1)]
 
 
 def kept(screen, given):
@@ -68,7 +66,7 @@ def test_a_duplicate_with_another_label_is_counted_apart():
 
 def test_only_what_the_user_says_is_compared():
     with_system = Row(
-        2, [{"role": "system", "content": "s"}, {"role": "user", "content": "2 + 2?"}], "1", "", {}
+        2, [{"role": "system", "content": "s"}, {"role": "user", "content": "2 + 2?"}], "1", {}
     )
     assert kept(Screen("exact"), [*rows("2 + 2?"), with_system])[1] == {"duplicate": 1}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from megatron_stare.planning.pages import commands as recipe_commands
 from megatron_stare.recipes import CLUSTERS, find_recipe
 from tests.docs.benchmarks import BENCHMARKS
+from tests.docs.studies import STUDIES
 from tests.docs.ways import SLOW, Elsewhere, Run
-from tests.paths import ROOT
 
 PYTHON = "python -m megatron_stare"
 TORCHRUN = "torchrun --nproc-per-node 4 -m megatron_stare"
@@ -197,38 +197,7 @@ QUANTIZATION = {
     f"{PYTHON} quantize exported/ fp8/ --format fp8_experts --calibration dapo17k.parquet": ROUNDED,
 }
 BOUND_4 = "loss.name=stare,loss.variant=C2,loss.adaptive=true,loss.alpha=0.05,loss.w_max=4"
-UNPACK = "tar -xJf docs/studies/smollm2.tar.xz"
 RESULTS = {
-    **{
-        f".venv/bin/{PYTHON} train {words}": Elsewhere(
-            "tests/recipes/test_smollm2.py::test_both_arms_train_from_one_cold_start"
-        )
-        for words in ("smollm2_135m train.num_rollout=150", "smollm2_135m_lcm")
-    },
-    f".venv/bin/{PYTHON} compare smollm2_135m --losses grpo_ds,stare --seeds 0 "
-    "train.num_rollout=200 run.keep_every=50": Elsewhere(
-        "tests/recipes/test_smollm2.py::test_both_arms_train_from_one_cold_start"
-    ),
-    f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_low,bonus --seeds 0 "
-    "run.dir=runs/smollm2_135m_control": Elsewhere(
-        "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
-    ),
-    f".venv/bin/{PYTHON} evaluate runs/smollm2_135m_losses/seed0/stare "
-    "evaluation.per_set.heldout.temperature=0.6 evaluation.per_set.heldout.n_samples=16": Elsewhere(
-        "tests/loop/evaluation/test_evaluation.py"
-    ),
-    UNPACK: Run(
-        instead=(("docs/studies/smollm2.tar.xz", str(ROOT / "docs/studies/smollm2.tar.xz")),)
-    ),
-    **{
-        f".venv/bin/python benchmarks/study.py {run}/grpo_ds {run}/stare": Run(needs=(UNPACK,))
-        for run in (
-            "runs/smollm2_135m/seed2",
-            "runs/smollm2_135m_lcm/seed0",
-            "runs/smollm2_135m_losses/seed0",
-        )
-    },
-    f".venv/bin/{PYTHON} report runs/smollm2_135m_lcm": Run(needs=(UNPACK,)),
     f".venv/bin/{PYTHON} compare quickstart --seeds 0,1,2 --losses stare,grpo_ds,dapo,stare_paper,"
     "steer,entropy_20,clip_cov,kl_cov,gspo,cispo,ce_gppo,sapo train.num_rollout=100 "
     "train.num_steps_per_rollout=4 run.dir=runs/losses": COMPARED,
@@ -297,48 +266,16 @@ LORA_RUN = (
     f"{TORCHRUN} train short_cot_7b policy.hf_checkpoint=/models/Qwen2.5-Math-7B "
     "data.prompt_data=dapo17k.parquet adapters.rank=32 optimizer.lr=1e-5 run.dir=runs/lora"
 )
-ADAPTED_ARMS = Elsewhere(
-    "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
-)
 LORA = {
     LORA_RUN: Run(SMALL, markers=SLOW),
     f"{PYTHON} convert megatron-to-peft runs/lora adapters": Run(needs=(LORA_RUN,), markers=SLOW),
     f"{PYTHON} convert megatron-to-hf runs/lora merged": Run(needs=(LORA_RUN,), markers=SLOW),
     f"{PYTHON} plan long_cot_32b_lora": Run(),
-    f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_lora --losses "
-    "grpo_ds,grpo_ds_rank1,grpo_ds_rank8,grpo_ds_rank32,grpo_ds_rank8_1x,stare,stare_rank1,"
-    "stare_rank8": ADAPTED_ARMS,
-    **{
-        f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_apart "
-        f"adapters.merge=false --losses {arms}": ADAPTED_ARMS
-        for arms in (
-            "grpo_ds_rank1,grpo_ds_rank32,grpo_ds_rank1_1x,grpo_ds_rank8_1x,grpo_ds_rank32_1x,"
-            "stare_rank32",
-            "grpo_ds_rank8,stare_rank8 --seeds 0,1,2",
-        )
-    },
-    f".venv/bin/{PYTHON} evaluate runs/smollm2_135m_apart/seed0/stare_rank8 "
-    "evaluation.per_set.heldout.temperature=0.6 evaluation.per_set.heldout.n_samples=16": Elsewhere(
-        "tests/loop/evaluation/test_evaluation.py"
-    ),
-    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_apart/seed0/stare_rank8": Run(
-        needs=(UNPACK,)
-    ),
     f"{PYTHON} plan long_cot_32b_lora --rollout-gpus 8 adapters.merge=false "
     "sglang.colocated=false sglang.sync_method=broadcast rollout.asynchrony=one_step_off "
     "policy.offload_while_generating=false": Run(),
 }
 DISTILLED = {
-    f".venv/bin/{PYTHON} convert megatron-to-hf runs/smollm2_135m_lora/seed0/grpo_ds "
-    "models/smollm2-135m-grpo": Elsewhere(
-        "tests/recipes/test_smollm2.py::test_an_arm_learns_from_the_weights_of_another"
-    ),
-    f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_distilled "
-    "--losses distilled --seeds 0,1,2": Elsewhere(
-        "tests/recipes/test_smollm2.py::test_the_distilled_arm_reads_its_teacher"
-    ),
-    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_distilled/seed0/distilled "
-    "--curve reward,entropy,reference_kl": Run(needs=(UNPACK,)),
     f"{PYTHON} plan short_cot_7b policy.ref_hf_checkpoint=Qwen2.5-7B loss.distillation_coef=1 "
     "loss.reward_coef=0 rollout.dynamic_sampling=false": Run(),
     f"{PYTHON} plan short_cot_7b policy.ref_hf_checkpoint=Qwen2.5-32B loss.distillation_coef=1 "
@@ -506,6 +443,7 @@ COMMANDS: dict[str, Run | Elsewhere] = (
     | EVALUATION
     | QUANTIZATION
     | RESULTS
+    | STUDIES
     | REWARDS
     | SGLANG
     | LORA

@@ -1,0 +1,73 @@
+"""How each command of the studies of SmolLM2-135M is executed."""
+
+from __future__ import annotations
+
+from tests.docs.ways import Elsewhere, Run
+from tests.paths import ROOT
+
+PYTHON = "python -m megatron_stare"
+UNPACK = "tar -xJf docs/studies/smollm2.tar.xz"
+ADAPTED_ARMS = Elsewhere(
+    "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
+)
+STUDIES = {
+    **{
+        f".venv/bin/{PYTHON} train {words}": Elsewhere(
+            "tests/recipes/test_smollm2.py::test_both_arms_train_from_one_cold_start"
+        )
+        for words in ("smollm2_135m train.num_rollout=150", "smollm2_135m_lcm")
+    },
+    f".venv/bin/{PYTHON} compare smollm2_135m --losses grpo_ds,stare --seeds 0 "
+    "train.num_rollout=200 run.keep_every=50": Elsewhere(
+        "tests/recipes/test_smollm2.py::test_both_arms_train_from_one_cold_start"
+    ),
+    f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_low,bonus --seeds 0 "
+    "run.dir=runs/smollm2_135m_control": Elsewhere(
+        "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
+    ),
+    f".venv/bin/{PYTHON} evaluate runs/smollm2_135m_losses/seed0/stare "
+    "evaluation.per_set.heldout.temperature=0.6 evaluation.per_set.heldout.n_samples=16": Elsewhere(
+        "tests/loop/evaluation/test_evaluation.py"
+    ),
+    UNPACK: Run(
+        instead=(("docs/studies/smollm2.tar.xz", str(ROOT / "docs/studies/smollm2.tar.xz")),)
+    ),
+    **{
+        f".venv/bin/python benchmarks/study.py {run}/grpo_ds {run}/stare": Run(needs=(UNPACK,))
+        for run in (
+            "runs/smollm2_135m/seed2",
+            "runs/smollm2_135m_lcm/seed0",
+            "runs/smollm2_135m_losses/seed0",
+        )
+    },
+    f".venv/bin/{PYTHON} report runs/smollm2_135m_lcm": Run(needs=(UNPACK,)),
+    f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_lora --losses "
+    "grpo_ds,grpo_ds_rank1,grpo_ds_rank8,grpo_ds_rank32,grpo_ds_rank8_1x,stare,stare_rank1,"
+    "stare_rank8": ADAPTED_ARMS,
+    **{
+        f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_apart "
+        f"adapters.merge=false --losses {arms}": ADAPTED_ARMS
+        for arms in (
+            "grpo_ds_rank1,grpo_ds_rank32,grpo_ds_rank1_1x,grpo_ds_rank8_1x,grpo_ds_rank32_1x,"
+            "stare_rank32",
+            "grpo_ds_rank8,stare_rank8 --seeds 0,1,2",
+        )
+    },
+    f".venv/bin/{PYTHON} evaluate runs/smollm2_135m_apart/seed0/stare_rank8 "
+    "evaluation.per_set.heldout.temperature=0.6 evaluation.per_set.heldout.n_samples=16": Elsewhere(
+        "tests/loop/evaluation/test_evaluation.py"
+    ),
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_apart/seed0/stare_rank8": Run(
+        needs=(UNPACK,)
+    ),
+    f".venv/bin/{PYTHON} convert megatron-to-hf runs/smollm2_135m_lora/seed0/grpo_ds "
+    "models/smollm2-135m-grpo": Elsewhere(
+        "tests/recipes/test_smollm2.py::test_an_arm_learns_from_the_weights_of_another"
+    ),
+    f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_distilled "
+    "--losses distilled --seeds 0,1,2": Elsewhere(
+        "tests/recipes/test_smollm2.py::test_the_distilled_arm_reads_its_teacher"
+    ),
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_distilled/seed0/distilled "
+    "--curve reward,entropy,reference_kl": Run(needs=(UNPACK,)),
+}

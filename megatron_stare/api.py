@@ -171,6 +171,7 @@ def generate(
     on the first rank, the other ranks return none.
     """
     from megatron_stare.collect.rollout_worker import training_params
+    from megatron_stare.data.prompts import check_template
     from megatron_stare.loop.parts import load_tokenizer, offered_tools, policy_engine
     from megatron_stare.policy import topology as topologies
     from megatron_stare.records import Group
@@ -183,6 +184,7 @@ def generate(
             f"max_new_tokens={max_new_tokens} 0 or more"
         )
     tokenizer = load_tokenizer(config.policy.hf_checkpoint)
+    check_template(tokenizer, config.data)
     tools = offered_tools(config)
     asked = [_prompt(text, place, tokenizer, config, tools) for place, text in enumerate(prompts)]
     params = training_params(config)

@@ -123,6 +123,9 @@ def test_a_text_of_rollout_stop_ends_a_response_and_stays_in_it(tmp_path):
     assert stopped > 0
     with pytest.raises(UserError, match=r"rollout.stop has an empty text"):
         small_config(tmp_path, "rollout.stop=['']")
+    thinks = small_config(tmp_path, "data.chat_template_kwargs={enable_thinking: false}")
+    with pytest.raises(UserError, match="the chat template does not read it"):
+        generate(thinks, ["1+1="])
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ def _check_data(config: Config) -> None:
 
 def _check_rewards(config: Config) -> None:
     scoring = config.scoring
-    named = PER_SOURCE in {scoring.reward, *scoring.rewards}
+    named = PER_SOURCE in scoring.names
     if named and not scoring.per_source:
         raise UserError(
             "scoring.reward=per_source needs the reward of each data set; set "

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tests.docs.ways import Elsewhere, Run
+from tests.docs.ways import PYTHON, Elsewhere, Run
 from tests.paths import ROOT
 
-PYTHON = "python -m megatron_stare"
 UNPACK = "tar -xJf docs/studies/smollm2.tar.xz"
 ADAPTED_ARMS = Elsewhere(
     "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"

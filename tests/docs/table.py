@@ -6,9 +6,8 @@ from megatron_stare.planning.pages import commands as recipe_commands
 from megatron_stare.recipes import CLUSTERS, find_recipe
 from tests.docs.benchmarks import BENCHMARKS
 from tests.docs.studies import STUDIES
-from tests.docs.ways import SLOW, Elsewhere, Run
+from tests.docs.ways import PYTHON, SLOW, Elsewhere, Run
 
-PYTHON = "python -m megatron_stare"
 TORCHRUN = "torchrun --nproc-per-node 4 -m megatron_stare"
 
 # Overrides that shrink a run of short_cot_7b to the tiny model, and to one process.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PYTHON = "python -m megatron_stare"
 SLOW = ("slow",)
 
 

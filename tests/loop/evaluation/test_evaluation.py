@@ -153,13 +153,8 @@ def test_other_rewards_compare_texts():
                 [Sample(f"\\boxed{{{text}}}", "B") for text in ("B", "(B)", "C", "(C)", "D")]
             )
         ]
-        assert answer_classes(verdicts, ["multiple_choice"], judge, scoring)[0][1] == [
-            0,
-            0,
-            1,
-            1,
-            2,
-        ]
+        (classes,) = answer_classes(verdicts, ["multiple_choice"], judge, scoring)
+        assert classes[1] == [0, 0, 1, 1, 2]
     finally:
         judge.close()
 

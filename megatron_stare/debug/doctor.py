@@ -392,9 +392,11 @@ def nearest_place(directory: Path) -> Path:
     return next(each for each in (place, *place.parents) if each.exists())
 
 
-def disk(config: Config) -> Iterator[Finding]:
-    """Check for space for the checkpoints that a run keeps, plus the one that is being written."""
-    place = nearest_place(Path(config.run.dir))
+def disk(config: Config, runs: int = 1) -> Iterator[Finding]:
+    """Check for space for the checkpoints that `runs` such runs keep, plus the one that each run is
+    writing. FAIL: the first checkpoints do not fit.
+    """
+    place, checkpoints = nearest_place(Path(config.run.dir)), config.run.keep_last + 1
     needed = ENOUGH_DISK
     if config.policy.hf_checkpoint:
         # These modules import the model's code, which takes seconds.
@@ -405,13 +407,13 @@ def disk(config: Config) -> Iterator[Finding]:
         with contextlib.suppress(UserError):
             shape = shape_of(model_shape(config.policy.hf_checkpoint))
             # bf16 weights, fp32 weights and Adam's two moments: 2 + 12 bytes per parameter
-            needed = int(7 * model_bytes(shape) * (config.run.keep_last + 1))
+            needed = int(7 * model_bytes(shape) * checkpoints * runs)
     free = shutil.disk_usage(place).free
-    level: Level = "OK" if free >= needed else ("WARN" if free >= ENOUGH_DISK else "FAIL")
+    level: Level = "OK" if free >= needed else ("WARN" if free * checkpoints >= needed else "FAIL")
     yield Finding(
         level,
         "disk",
-        f"{free / GIB:,.0f} GiB free in {place}, {needed / GIB:,.0f} wanted for checkpoints",
+        f"{free / GIB:,.1f} GiB free in {place}, {needed / GIB:,.1f} wanted for checkpoints",
         "" if level == "OK" else "give run.dir a larger place, or lower run.keep_last",
     )
 

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from megatron_stare.__main__ import main
 from megatron_stare.config import Config, override
 from megatron_stare.debug import doctor
 from megatron_stare.debug.doctor import TESTED_SGLANG, Finding, count, examine
+from megatron_stare.planning import memory
 from megatron_stare.recipes import RECIPES
 from tests.paths import ROOT
 from tests.rollout.sglang.world import make_model
@@ -136,7 +138,23 @@ def test_limits_and_places(monkeypatch: pytest.MonkeyPatch, small_disk: Path) ->
     large = override(Config(), ["policy.hf_checkpoint=Qwen2.5-32B", f"run.dir={small_disk}"])
     (disk,) = doctor.disk(large)
     # 14 bytes for each of 32.8e9 parameters, in two checkpoints and one that is written
-    assert "1,28" in disk.found
+    assert disk.level == "FAIL" and "1,281.5 wanted" in disk.found
+
+
+@pytest.mark.parametrize(("free", "level"), [(12.1, "OK"), (4.1, "WARN"), (3.9, "FAIL")])
+def test_a_small_model_needs_little_space(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: float, level: str
+) -> None:
+    """Three checkpoints of 2 GiB in each of two runs: 4 GiB take the first checkpoints of both."""
+    monkeypatch.setattr(memory, "model_bytes", lambda shape: 2 * doctor.GIB / 7)
+    usage = SimpleNamespace(free=free * doctor.GIB)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: usage)
+    config = override(Config(), ["policy.hf_checkpoint=Qwen2.5-32B", f"run.dir={tmp_path}"])
+    (disk,) = doctor.disk(config, runs=2)
+    assert (disk.level, disk.found) == (
+        level,
+        f"{free} GiB free in {tmp_path}, 12.0 wanted for checkpoints",
+    )
 
 
 def test_gpus_that_torch_does_not_see_fail_and_end_a_run(

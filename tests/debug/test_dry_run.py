@@ -58,6 +58,7 @@ def test_a_quickstart_is_checked_on_a_world_that_does_not_stay(
     lines = capsys.readouterr().out.splitlines()
     assert code == 0 and "OK   objective of stare: stare" in lines
     assert any(line.startswith("OK   memory: 3 ranks") for line in lines)
+    assert any(line.endswith(", 0.0 wanted for checkpoints") for line in lines)
     assert not list(tmp_path.iterdir())
     code = main(["train", "quickstart", f"run.dir={tmp_path}", "--dry-run", "compare.run=[stair]"])
     assert code == 2 and "names arm 'stair'" in capsys.readouterr().err

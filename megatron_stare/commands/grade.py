@@ -9,7 +9,6 @@ unverifiable. The file is streamed, and OUT is complete or absent.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import time
 from collections import Counter, deque
@@ -27,7 +26,7 @@ from megatron_stare.scoring.verdict import Sample, Verdict
 from megatron_stare.system import atomic_file
 
 _Row = tuple[dict[str, Any], Sample]
-_BATCH = 1024  # rows judged together
+_BATCH = 1024  # rows judged together, at least
 # batches, so that a response at its deadline does not keep the other processes waiting
 _IN_FLIGHT = 3
 
@@ -112,10 +111,11 @@ def _stream(rows: BinaryIO, out: IO[str], judge: Judge, config: Config, source: 
 def _judged_batches(
     rows: Iterator[_Row], judge: Judge
 ) -> Iterator[tuple[list[_Row], list[Verdict]]]:
+    batches = _batches(rows)
     with ThreadPoolExecutor(_IN_FLIGHT) as threads:
         flying: deque[tuple[list[_Row], Future[list[Verdict]]]] = deque()
         while True:
-            while len(flying) < _IN_FLIGHT and (batch := list(itertools.islice(rows, _BATCH))):
+            while len(flying) < _IN_FLIGHT and (batch := next(batches, [])):
                 flying.append(
                     (batch, threads.submit(judge.verdicts, [sample for _, sample in batch]))
                 )
@@ -123,6 +123,20 @@ def _judged_batches(
                 return
             batch, verdicts = flying.popleft()
             yield batch, verdicts.result()
+
+
+def _batches(rows: Iterator[_Row]) -> Iterator[list[_Row]]:
+    """Batches of at least _BATCH rows, the last one aside. Neighbouring responses to one prompt are
+    in one batch, because some rewards judge them together.
+    """
+    batch: list[_Row] = []
+    for row in rows:
+        if len(batch) >= _BATCH and not (row[1].prompt and row[1].group == batch[-1][1].group):
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
 
 
 def _judgement(verdict: Verdict, show_parts: bool) -> dict[str, Any]:
@@ -184,7 +198,7 @@ def _sample(row: dict[str, Any], data: DataConfig) -> Sample:
         response,
         str(label),
         metadata_of(row, data),
-        prompt if isinstance(prompt, str) else json.dumps(prompt or ""),
+        prompt if isinstance(prompt, str) else json.dumps(prompt) if prompt else "",
     )
 
 

@@ -89,8 +89,9 @@ class ScoringConfig:
     """Seconds to judge one response before its verifier process is killed; a second try follows
     unless evaluating the response itself took the time, which makes it wrong."""
     function_timeout: NonNegative = 20.0
-    """Seconds for a reward function of yours to judge one response; after two failed tries the
-    response is unverifiable. 0 calls the function in the trainer's process, without a limit."""
+    """Seconds for a reward function of yours to judge one response, times the number of responses
+    if it judges a group; after two failed tries they are unverifiable. 0 calls the function in the
+    trainer's process, without a limit."""
     code_seconds: Positive = 60.0
     """Seconds for all tests of one program in the reward code; tests that do not finish fail."""
     code_output_bytes: Whole = 8388608

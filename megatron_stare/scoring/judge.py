@@ -29,7 +29,14 @@ from megatron_stare.config import (
 from megatron_stare.records import Prompt, Rollout, RolloutMeta
 from megatron_stare.scoring.reward_model import RemoteRewardModel
 from megatron_stare.scoring.signatures import EXPECTED, Called, adapted
-from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, printable, unverifiable
+from megatron_stare.scoring.verdict import (
+    Sample,
+    Verdict,
+    as_verdict,
+    groups_of,
+    printable,
+    unverifiable,
+)
 from megatron_stare.scoring.verifier_pool import Spec, VerifierPool, load
 
 MAX_PROCESSES = 16
@@ -153,8 +160,8 @@ class PerSourceReward:
 
 
 class LocalVerifier:
-    """A verifier that runs in this process, one sample after the other, without a deadline.
-    A sample over which it raises is unverifiable.
+    """A verifier that runs in this process, one call after the other, without a deadline.
+    The samples of a call over which it raises are unverifiable.
     """
 
     def __init__(self, function: Called) -> None:
@@ -162,27 +169,31 @@ class LocalVerifier:
         self._lock = threading.Lock()  # a user's function need not be thread-safe
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+        found: dict[int, Verdict] = {}
         with self._lock:
-            return [self._judge(sample) for sample in samples]
+            for places in groups_of(samples, self.function.grouped):
+                verdicts = self._judge([samples[place] for place in places])
+                found |= zip(places, verdicts, strict=True)
+        return [found[place] for place in range(len(samples))]
 
     def close(self) -> None:
         """There is nothing to end."""
 
-    def _judge(self, sample: Sample) -> Verdict:
+    def _judge(self, samples: Sequence[Sample]) -> list[Verdict]:
         try:
-            return as_verdict(self.function(*sample.judged))
+            return [as_verdict(one) for one in self.function([each.judged for each in samples])]
         except Exception as error:  # a user's function may raise anything
-            return unverifiable(printable(f"{type(error).__name__}: {error}"))
+            return [unverifiable(printable(f"{type(error).__name__}: {error}"))] * len(samples)
 
 
 class PooledVerifier:
     """One of the verifiers of a pool."""
 
-    def __init__(self, pool: VerifierPool, name: str) -> None:
-        self.pool, self.name = pool, name
+    def __init__(self, pool: VerifierPool, name: str, grouped: bool = False) -> None:
+        self.pool, self.name, self.grouped = pool, name, grouped
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
-        return self.pool.judge(self.name, samples)
+        return self.pool.judge(self.name, samples, self.grouped)
 
     def close(self) -> None:
         self.pool.close()
@@ -203,6 +214,7 @@ def build_backends(
     }
     specs: dict[str, Spec] = {}
     own: dict[str, Spec] = {}  # functions of the user's, without a limit of memory
+    grouped = set[str]()
     for name in names:
         if name in found:
             continue
@@ -223,6 +235,8 @@ def build_backends(
                 called = adapted(function)
             except ValueError as error:
                 raise UserError(f"scoring.reward={name} cannot be called: {error}") from None
+            if called.grouped:
+                grouped.add(name)
             if getattr(function, "in_worker", False):
                 specs[name] = (name, {})
             elif scoring.function_timeout and not name.startswith("__main__."):
@@ -236,7 +250,7 @@ def build_backends(
         if chosen:
             deadline = getattr(scoring, timeout.rpartition(".")[2])
             pool = VerifierPool(chosen, _processes(scoring), deadline, memory, timeout)
-            found |= {name: PooledVerifier(pool, name) for name in chosen}
+            found |= {name: PooledVerifier(pool, name, name in grouped) for name in chosen}
     return found
 
 

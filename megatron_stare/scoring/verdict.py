@@ -6,11 +6,12 @@ Verifier processes import this file, so it uses the standard library only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 VerdictKind = Literal["correct", "wrong", "unverifiable"]
+Judged = tuple[str, str, dict[str, Any], str]  # response, label, metadata and prompt
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,25 @@ class Sample:
     outcome: float | None = None  # reward that the episode itself returned
 
     @property
-    def judged(self) -> tuple[str, str, dict[str, Any], str]:
+    def judged(self) -> Judged:
         """What a verifier is given."""
         return self.response, self.label, self.metadata, self.prompt
+
+    @property
+    def group(self) -> tuple[str, str, str]:
+        """What the responses to one prompt have in common."""
+        return self.prompt, self.label, repr(self.metadata)
+
+
+def groups_of(samples: Sequence[Sample], grouped: bool = True) -> list[list[int]]:
+    """The places of all responses to each prompt, or each sample alone if not `grouped`. A sample
+    without a prompt is alone.
+    """
+    groups: dict[Any, list[int]] = {}
+    for place, one in enumerate(samples):
+        key = one.group if grouped and one.prompt else place
+        groups.setdefault(key, []).append(place)
+    return list(groups.values())
 
 
 Verifier = Callable[[str, str, dict[str, Any]], Verdict | float]

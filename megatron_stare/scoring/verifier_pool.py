@@ -37,16 +37,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from megatron_stare.scoring.signatures import Called, adapted
 from megatron_stare.scoring.verdict import (
+    Judged,
     Sample,
     Verdict,
     announce_with,
     as_verdict,
+    groups_of,
     printable,
     unverifiable,
 )
@@ -102,17 +105,23 @@ class VerifierPool:
         self._closed = False
         self.failure = ""  # why no process can work; nothing is tried again
 
-    def judge(self, name: str, samples: Sequence[Sample]) -> list[Verdict]:
-        """One Verdict per sample, in order. UserError: the workers cannot start."""
+    def judge(self, name: str, samples: Sequence[Sample], grouped: bool = False) -> list[Verdict]:
+        """One Verdict per sample, in order. `grouped`: the verifier is called with all responses to
+        a prompt, which have the deadline of one response times their number. UserError: the workers
+        cannot start.
+        """
         if not samples:
             return []
-        size = max(1, min(_MAX_CHUNK, len(samples) // (4 * self.processes)))
+        calls = [
+            _Call(places, [samples[place].judged for place in places])
+            for places in groups_of(samples, grouped)
+        ]
+        size = max(1, min(_MAX_CHUNK, len(calls) // (4 * self.processes)))
         verdicts: list[Verdict | None] = [None] * len(samples)
         done = threading.Semaphore(0)
-        numbered = list(enumerate(samples))
         chunks = [
-            _Chunk(name, numbered[start : start + size], verdicts, done)
-            for start in range(0, len(samples), size)
+            _Chunk(name, calls[start : start + size], verdicts, done)
+            for start in range(0, len(calls), size)
         ]
         with self._lock:
             self._start()
@@ -156,17 +165,28 @@ class VerifierPool:
             self._keepers.append(keeper)
 
 
-class _Chunk:
-    """Neighbouring samples of one call, and where their verdicts go."""
+@dataclass(frozen=True)
+class _Call:
+    """The samples of one call of a verifier, and their places."""
 
-    def __init__(
-        self,
-        name: str,
-        samples: list[tuple[int, Sample]],
-        verdicts: list[Verdict | None],
-        done: threading.Semaphore,
-    ) -> None:
-        self.name, self.samples, self.verdicts, self.done = name, samples, verdicts, done
+    places: list[int]
+    samples: list[Judged]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Neighbouring calls, and where their verdicts go."""
+
+    name: str
+    calls: list[_Call]
+    verdicts: list[Verdict | None]
+    done: threading.Semaphore
+
+    def put(self, call: _Call, verdicts: Sequence[Verdict], kills: int) -> None:
+        """Store a call's verdicts. Its first sample has the processes that the call cost."""
+        for place, verdict in zip(call.places, verdicts, strict=True):
+            self.verdicts[place] = dataclasses.replace(verdict, kills=kills)
+            kills = 0
 
 
 class _ProcessKeeper(threading.Thread):
@@ -192,11 +212,12 @@ class _ProcessKeeper(threading.Thread):
         self._end_process()
 
     def _work(self, chunk: _Chunk) -> None:
-        waiting, kills, reason = deque(chunk.samples), 0, ""
+        waiting, kills, reason = deque(chunk.calls), 0, ""
         while waiting:
             if self.closing.is_set() or kills == _ATTEMPTS:
                 why = "the verifier pool was closed" if self.closing.is_set() else reason
-                chunk.verdicts[waiting.popleft()[0]] = unverifiable(why, kills=kills)
+                call = waiting.popleft()
+                chunk.put(call, [unverifiable(why)] * len(call.places), kills)
                 kills = 0
                 continue
             try:
@@ -204,17 +225,18 @@ class _ProcessKeeper(threading.Thread):
                     self.worker = self._begun()
                 if self.closing.is_set():
                     continue
-                self.worker.send((chunk.name, [s.judged for _, s in waiting]))
+                self.worker.send((chunk.name, [call.samples for call in waiting]))
                 while waiting and not self.closing.is_set():
-                    verdict = self.worker.verdict(self.pool.deadline)
-                    kills += verdict.kills
-                    chunk.verdicts[waiting.popleft()[0]] = dataclasses.replace(verdict, kills=kills)
+                    size = len(waiting[0].places)
+                    verdicts = self.worker.verdicts(self.pool.deadline * size, size)
+                    kills += verdicts[0].kills
+                    chunk.put(waiting.popleft(), verdicts, kills)
                     kills = 0
-                    if verdict.kills:
+                    if verdicts[0].kills:
                         self._end_process()
                         break
             except _Fault as fault:
-                kills += 1  # answers come in order, so the first waiting sample caused it
+                kills += 1  # answers come in order, so the first waiting call caused it
                 reason = str(fault)
                 self._end_process()
 
@@ -311,10 +333,11 @@ class _VerifierProcess:
         found: tuple[str, str] = self.receive(0.0, _START_SECONDS)
         return found
 
-    def verdict(self, deadline: float) -> Verdict:
-        """The next sample's verdict. If the response itself used up time or memory before it came:
-        the provisional verdict, with the kill that it costs. _Fault otherwise. A process that waits
-        for a processor most of the time has up to _LONGEST deadlines.
+    def verdicts(self, deadline: float, size: int) -> list[Verdict]:
+        """The verdicts of the next call, of `size` samples. If the response itself used up time or
+        memory before they came: the provisional verdict, with the kill that it costs. _Fault
+        otherwise. A process that waits for a processor most of the time has up to _LONGEST
+        deadlines.
         """
         end, used = time.monotonic() + deadline, self._processor_seconds()
         further = _LONGEST - 1  # deadlines
@@ -331,8 +354,8 @@ class _VerifierProcess:
                     continue
                 if provisional is None or not fault.exhausted or starved:
                     raise
-                return dataclasses.replace(provisional, reason=str(fault), kills=1)
-            if isinstance(message, Verdict):
+                return [dataclasses.replace(provisional, reason=str(fault), kills=1)] * size
+            if isinstance(message, list):
                 return message
             (provisional,) = message
 
@@ -393,9 +416,9 @@ def main(descriptor: int, parent: int, memory_mib: int) -> None:
         connection.send((READY, ""))
         announce_with(lambda verdict: connection.send((verdict,)))
         while True:
-            name, samples = connection.recv()
-            for sample in samples:
-                connection.send(_judge(verifiers[name], sample))
+            name, calls = connection.recv()
+            for samples in calls:
+                connection.send(_judge(verifiers[name], samples))
     except (EOFError, OSError):
         return  # the pool has closed
     except MemoryError:
@@ -416,15 +439,15 @@ def _warm_up(path: str) -> None:
     getattr(importlib.import_module(path.rpartition(".")[0]), "warm_up", lambda: None)()
 
 
-def _judge(verifier: Called, sample: tuple[str, str, dict[str, Any], str]) -> Verdict:
+def _judge(verifier: Called, samples: Sequence[Judged]) -> list[Verdict]:
     try:
-        return as_verdict(verifier(*sample))
+        return [as_verdict(result) for result in verifier(samples)]
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     except (
         Exception
-    ) as error:  # the verifier's own fault: this sample is unverifiable, the next one may be fine
-        return unverifiable(printable(f"{type(error).__name__}: {error}"))
+    ) as error:  # the verifier's own fault: this call is unverifiable, the next one may be fine
+        return [unverifiable(printable(f"{type(error).__name__}: {error}"))] * len(samples)
 
 
 def _end_with(parent: int) -> None:

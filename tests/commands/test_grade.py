@@ -63,6 +63,18 @@ def test_a_function_of_verl_gets_the_column_that_names_the_data_set(tmp_path: Pa
     assert [row["reward"] for row in read(target)] == [1.0, 0.0]
 
 
+def test_neighbouring_responses_to_a_prompt_are_judged_together(tmp_path: Path) -> None:
+    """Groups of three do not divide a batch of 1,024 rows."""
+    rows = [
+        {"response": "x" * n, "label": "", "prompt": f"prompt {number}"}
+        for number in range(700)
+        for n in (1, 3, 2)
+    ]
+    source, target = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert run(source, target, "scoring.reward=tests.scoring.verifier_cases.longest") == 0
+    assert [row["reward"] for row in read(target)] == [0.0, 1.0, 0.0] * 700
+
+
 def test_unverifiable_rows_have_no_reward_and_a_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

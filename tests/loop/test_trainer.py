@@ -184,6 +184,24 @@ def test_a_verifier_that_crashes_costs_samples_and_not_the_run(
         run.judge.verdicts([Sample("1", "1")])
 
 
+def test_a_reward_of_a_group_sees_the_rollouts_of_a_prompt(
+    tmp_path: Path, topology: Topology
+) -> None:
+    """A function that is right about every second response of its list: half of each group."""
+    config = small_config(
+        tmp_path,
+        "scoring.reward=tests.rewards.every_second",
+        f"evaluation.eval_data.held_out={tmp_path / 'problems.jsonl'}",
+        "evaluation.eval_interval=1",
+        "evaluation.n_samples_per_eval_prompt=2",
+        "train.num_rollout=1",
+    )
+    assert Trainer(config, topology).run(Interrupt())
+    (row,) = rows_of(config)
+    assert row["reward"] == row["eval/held_out/avg_at_k"] == 0.5
+    assert row["eval/held_out/pass_at_k"] == 1.0 and row["unverifiable"] == 0
+
+
 def test_no_signal_for_ever_is_an_error_that_shows_the_rewards(
     tmp_path: Path, topology: Topology
 ) -> None:

@@ -14,6 +14,16 @@ from typing import Any
 from megatron_stare.scoring.verdict import Verdict, in_worker, judged, provisionally
 
 
+def longest(responses: list[str], label: str, metadata: dict[str, Any]) -> list[float]:
+    """1 for the longest response of a group; does what the first response says."""
+    if responses[0] == "exit":
+        os._exit(3)
+    if responses[0].startswith("sleep"):
+        time.sleep(float(responses[0].split()[1]))
+    most = max(map(len, responses))
+    return [float(len(response) == most) for response in responses][: metadata.get("returned")]
+
+
 @in_worker
 def obedient(response: str, label: str, metadata: dict[str, Any]) -> Verdict:
     """Does what the response says. `once:` only the first time,

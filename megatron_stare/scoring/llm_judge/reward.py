@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from megatron_stare.config import JudgeConfig
 from megatron_stare.event_loop import EventLoopThread
 from megatron_stare.scoring.llm_judge.asking import JudgeClient, Reply
 from megatron_stare.scoring.llm_judge.questions import Questions
-from megatron_stare.scoring.verdict import Sample, Verdict, printable, unverifiable
+from megatron_stare.scoring.verdict import Sample, Verdict, groups_of, printable, unverifiable
 from megatron_stare.system import digest
 
 ALL_PAIRS = 8  # different responses to one prompt up to which all are compared
@@ -87,12 +86,10 @@ class LLMJudge:
         return _counted(_verdict(value, said), replies)
 
     async def _paired(self, samples: Sequence[Sample]) -> list[Verdict]:
-        groups: dict[str, list[int]] = defaultdict(list)
-        for place, sample in enumerate(samples):
-            groups[digest(repr((sample.prompt, sample.label, sample.metadata)))].append(place)
-        asked = (self._group([samples[p] for p in places]) for places in groups.values())
+        groups = groups_of(samples)
+        asked = (self._group([samples[p] for p in places]) for places in groups)
         verdicts: list[Verdict] = [unverifiable("")] * len(samples)
-        for places, found in zip(groups.values(), await asyncio.gather(*asked), strict=True):
+        for places, found in zip(groups, await asyncio.gather(*asked), strict=True):
             for place, verdict in zip(places, found, strict=True):
                 verdicts[place] = verdict
         return verdicts

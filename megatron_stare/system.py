@@ -12,6 +12,7 @@ import errno
 import fcntl
 import gc
 import hashlib
+import json
 import os
 import re
 import resource
@@ -20,7 +21,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Buffer, Callable, Iterator
+from collections.abc import Buffer, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -101,6 +102,18 @@ class BestEffort:
             return False
         self.warned = False
         return True
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """A row of a .jsonl file. Text stays readable, except for half a surrogate pair, which only an
+    escape can carry.
+    """
+    text = json.dumps(row, ensure_ascii=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(row)
+    return text + "\n"
 
 
 def sync_directory(directory: Path) -> None:

@@ -23,7 +23,7 @@ from megatron_stare.config import Config, DataConfig, UserError, override
 from megatron_stare.data.rows import BadRow, metadata_of
 from megatron_stare.scoring.judge import Judge
 from megatron_stare.scoring.verdict import Sample, Verdict
-from megatron_stare.system import atomic_file
+from megatron_stare.system import atomic_file, json_line
 
 _Row = tuple[dict[str, Any], Sample]
 _BATCH = 1024  # rows judged together, at least
@@ -100,7 +100,7 @@ def _stream(rows: BinaryIO, out: IO[str], judge: Judge, config: Config, source: 
     usable = _usable_rows(rows, config.data, source, summary)
     for batch, verdicts in _judged_batches(usable, judge):
         for (row, _), verdict in zip(batch, verdicts, strict=True):
-            out.write(_encoded(row | _judgement(verdict, len(judge.weights) > 1)) + "\n")
+            out.write(json_line(row | _judgement(verdict, len(judge.weights) > 1)))
             summary.verdicts[verdict.verdict] += 1
             summary.reward += verdict.value or 0.0
             summary.kills += verdict.kills
@@ -200,12 +200,3 @@ def _sample(row: dict[str, Any], data: DataConfig) -> Sample:
         metadata_of(row, data),
         prompt if isinstance(prompt, str) else json.dumps(prompt) if prompt else "",
     )
-
-
-def _encoded(row: dict[str, Any]) -> str:
-    text = json.dumps(row, ensure_ascii=False)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can carry
-        return json.dumps(row)
-    return text

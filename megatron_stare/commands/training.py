@@ -13,6 +13,7 @@ from megatron_stare.commands.arguments import OVERRIDES, SOURCE, argument, comma
 from megatron_stare.config import Config, UserError, check_arms, override
 from megatron_stare.config.environment import own_command, prepare_environment
 from megatron_stare.recipes import RECIPES, config_of, find_recipe
+from megatron_stare.system import atomic_file, json_line
 
 INTERRUPTED = 130  # an exit code
 LOAD = argument(
@@ -98,10 +99,39 @@ def _replay(options: argparse.Namespace) -> int:
     examples=("bundle runs/mine 120", "bundle runs/mine 120 --output step.tar"),
 )
 def _bundle(options: argparse.Namespace) -> int:
-    from megatron_stare.commands.bundle import bundle
+    from megatron_stare.commands.recorded import bundle
 
     target, size = bundle(options.run, options.step, options.output)
     print(f"written: {target}, {size / 2**20:.1f} MiB")
+    return 0
+
+
+@command(
+    "rollouts",
+    "write the rollouts of a training step, or the responses of an evaluation, as rows of text",
+    argument("run", metavar="RUN", type=Path, help="a run directory"),
+    argument("--step", metavar="STEP", type=int, help="default: the newest that is kept"),
+    argument("--evaluation", metavar="SET", default="", help="a set of evaluation.eval_data"),
+    argument("--output", metavar="FILE.jsonl", type=Path, help="default: the terminal"),
+    examples=("rollouts runs/mine --step 120", "rollouts runs/mine --evaluation aime24"),
+)
+def _rollouts(options: argparse.Namespace) -> int:
+    from megatron_stare.commands.recorded import evaluated, trained
+
+    name = options.evaluation
+    run, step = options.run, options.step
+    lines = map(json_line, evaluated(run, step, name) if name else trained(run, step))
+    if options.output is None:
+        sys.stdout.writelines(lines)
+        return 0
+    try:
+        with atomic_file(options.output) as out:
+            out.writelines(lines)
+    except OSError as error:
+        raise UserError(
+            f"--output {options.output}: {error.strerror}; choose another place"
+        ) from None
+    print(f"written: {options.output}")
     return 0
 
 

@@ -36,6 +36,7 @@ ALIASES = {
     "kl_coef": "loss.kl_loss_coef",
     "learning_rate": "optimizer.lr",
     "logger": "run.logbooks",
+    "log_completions": "run.record",
     "loss_agg_mode": "loss.aggregation",
     "loss_mode": "loss.name",
     "loss_type": "loss.name",

@@ -162,7 +162,6 @@ def evaluate_checkpoint(
         evaluator = Evaluator(config, tokenizer, engine, judge, topology, workers)
         model, step = saved_policy(config, topology, load)
         engine.load_weights(model.served_weights(), step)
-        metrics = evaluator.evaluate(
-            directory / DIRECTORY, evaluation_sets.policy_name(config, model.fingerprint())
-        )
+        name = evaluation_sets.policy_name(config, model.fingerprint())
+        metrics = evaluator.evaluate(step, directory / DIRECTORY, name)
         return {"step": step} | metrics, evaluator.problems

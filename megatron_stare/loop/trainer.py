@@ -95,7 +95,7 @@ class Trainer:
 
     def _evaluated(self) -> dict[str, float]:
         with self.interrupt.ending(self.evaluator.stop):
-            return self.evaluator.evaluate()
+            return self.evaluator.evaluate(self.step)
 
     def train_step(self) -> dict[str, float]:
         """One step: collect, record, learn, finish, sync. Interrupted: before its updates."""

@@ -22,6 +22,7 @@ from megatron_stare.records.rollouts import (
     Status,
     TrainedSequence,
     fixed_array,
+    readable,
     trained_sequences,
     turns_of,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "TokenBatch",
     "TrainedSequence",
     "fixed_array",
+    "readable",
     "trained_sequences",
     "turns_of",
 ]

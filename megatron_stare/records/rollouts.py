@@ -369,3 +369,14 @@ def trained_sequences(groups: Sequence[Group]) -> list[TrainedSequence]:
             found.append(TrainedSequence(number, alone, part, total, begin + 1, turns))
             begin, turns = begin + its.length, turns + its.turns
     return found
+
+
+def readable(prompt: Prompt, rollout: Rollout) -> dict[str, Any]:
+    """A rollout as a row of text."""
+    return {
+        "prompt": prompt.text,
+        "label": prompt.label,
+        "response": rollout.text,
+        "response_length": rollout.length,  # tokens
+        "status": rollout.status,
+    }

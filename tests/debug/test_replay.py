@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_stare import config as configuration
-from megatron_stare.commands.bundle import bundle
+from megatron_stare.commands.recorded import bundle
 from megatron_stare.commands.replay import compare_objectives, replay
 from megatron_stare.config import UserError, override
 from megatron_stare.debug.replay import NOISE, Compared, Replay

@@ -30,6 +30,11 @@ TRAIN = (
 )
 GRADE = f"{PYTHON} grade responses.jsonl --output graded.jsonl"
 GRADE_AS_SHOWN = f"{GRADE} scoring.reward=math scoring.extraction=any scoring.verifier_timeout=10"
+EVALUATE = (
+    f"{PYTHON} evaluate RUN evaluation.eval_data.aime24=aime24.parquet "
+    "evaluation.eval_data.math500=math500.parquet evaluation.per_set.aime24.n_samples=32 "
+    "evaluation.per_set.aime24.temperature=0.6 evaluation.per_set.math500.temperature=0"
+)
 TOOL_RUN = (
     f"{PYTHON} train tool_use_quickstart run.dir=runs/tool train.num_rollout=1 "
     "evaluation.eval_interval=0"
@@ -149,6 +154,7 @@ CHECKPOINTS = {
     f"{PYTHON} train runs/math --replay 1": Run(needs=(TRAIN,)),
     f"{PYTHON} train runs/math --replay 1 --losses stare,grpo,gspo": Run(needs=(TRAIN,)),
     f"{PYTHON} bundle runs/math 1": Run(needs=(TRAIN,)),
+    f"{PYTHON} rollouts runs/math --step 1": Run(needs=(TRAIN,)),
     f"{PYTHON} speculate runs/math": Run(needs=(TRAIN,)),
     f"{PYTHON} convert megatron-to-hf runs/math exported/ --dtype bf16": Run(
         instead=(("exported/", "exported_in_half/"),), needs=(TRAIN,)
@@ -162,10 +168,9 @@ DATA = {
     "--evaluation math500.parquet": Run(instead=(("math.jsonl", "prepared.jsonl"),)),
 }
 EVALUATION = {
-    f"{PYTHON} evaluate RUN evaluation.eval_data.aime24=aime24.parquet "
-    "evaluation.eval_data.math500=math500.parquet evaluation.per_set.aime24.n_samples=32 "
-    "evaluation.per_set.aime24.temperature=0.6 evaluation.per_set.math500.temperature=0": Run(
-        instead=(("RUN", "runs/math"),), needs=(TRAIN,)
+    EVALUATE: Run(instead=(("RUN", "runs/math"),), needs=(TRAIN,)),
+    f"{PYTHON} rollouts RUN --evaluation aime24": Run(
+        instead=(("RUN", "runs/math"),), needs=(EVALUATE,)
     ),
     TOOL_RUN: Run(SMALL_TOOLS, markers=SLOW),
     f"{PYTHON} evaluate runs/tool/seed0/stare evaluation.per_set.heldout.n_samples=16": Run(

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy
@@ -180,12 +179,10 @@ class ProcessWorker:
                 total.update(counts)
             return total
 
-    def evaluate(
-        self, problems: Any, places: Sequence[int], directory: Path | None
-    ) -> Future[Sequence[Any]]:
+    def evaluate(self, problems: Any, places: Sequence[int], kept: Any) -> Future[Sequence[Any]]:
         """Sample and judge these problems of an evaluation set (WorkerParts.evaluate)."""
         with self._lock:
-            return self._call("evaluate", problems, places, directory)
+            return self._call("evaluate", problems, places, kept)
 
     def abort(self) -> None:
         """Abort all requests of the process's engine."""

@@ -209,8 +209,7 @@ class WorkerProcess:
             self.channel.send((BROKEN, index, type(error).__name__, str(error), counts))
             return
         rollouts = [each for each in done.result().rollouts if isinstance(each, Rollout)]
-        # Nothing reads the text of a judged rollout.
-        parts = [frame(dataclasses.replace(rollout, text="")) for rollout in rollouts]
+        parts = [frame(rollout) for rollout in rollouts]
         self.channel.send((GROUP, index, counts), memory_of(parts))
 
 

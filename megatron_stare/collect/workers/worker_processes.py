@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ class WorkerProcesses:
         """Send every process the state of the servers."""
         return [worker.announce(snapshot) for worker in self.workers]
 
-    def evaluate(self, problems: Any, directory: Path | None) -> Sequence[Future[Sequence[Any]]]:
+    def evaluate(self, problems: Any, kept: Any) -> Sequence[Future[Sequence[Any]]]:
         """Sample and judge an evaluation set; prompts that are decoded together go to one process.
         The futures have the rows of Examiner.rows.
         """
@@ -73,7 +72,7 @@ class WorkerProcesses:
             worker.evaluate(
                 problems,
                 [place for place, (_, owner) in enumerate(owners) if owner == number],
-                directory,
+                kept,
             )
             for number, worker in enumerate(self.workers)
         ]

@@ -8,6 +8,7 @@ and sampling settings, whatever the step is called. Those of other weights are l
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config
 from megatron_stare.loop.evaluation import sets as evaluation_sets
-from megatron_stare.loop.evaluation.examining import Examiner, Row
+from megatron_stare.loop.evaluation.examining import Examiner, Places, Row
 from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.loop.parts import offered_tools
 from megatron_stare.numerics.exchange import all_gather_bytes
@@ -25,6 +26,7 @@ from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.reporting.problem_scores import Problem, Response, problem_row, set_metrics
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.judge import Judge
+from megatron_stare.system import json_line
 
 DIRECTORY, PROBLEMS_NAME = "evaluation", "problems.jsonl"
 
@@ -32,9 +34,7 @@ DIRECTORY, PROBLEMS_NAME = "evaluation", "problems.jsonl"
 class Examiners(Protocol):
     """The worker processes of a run."""
 
-    def evaluate(
-        self, one: EvaluationSet, directory: Path | None
-    ) -> Sequence[Future[Sequence[Row]]]:
+    def evaluate(self, one: EvaluationSet, kept: Places) -> Sequence[Future[Sequence[Row]]]:
         """As Examiner.rows: of this rank's processes, each its share of the set."""
         ...
 
@@ -72,7 +72,9 @@ class Evaluator:
         interval = self.config.evaluation.eval_interval
         return interval > 0 and (step % interval == 0 or step == self.config.train.num_rollout)
 
-    def evaluate(self, journals: Path | None = None, policy: str = "") -> dict[str, float]:
+    def evaluate(
+        self, step: int, journals: Path | None = None, policy: str = ""
+    ) -> dict[str, float]:
         """eval/<set>/<number>, as reporting/problem_scores.py names and defines them. Collective.
 
         An unverifiable response counts as not right, and `unverifiable` says how many there were.
@@ -80,11 +82,13 @@ class Evaluator:
         alone.
 
         journals: where finished rollouts of what `policy` names are kept, and found again.
+        The responses are kept as text in responses_directory.
         """
         metrics: dict[str, float] = {}
         for one in self.sets:
-            directory = journals / f"{one.name}-{one.fingerprint(policy)}" if journals else None
-            self.problems[one.name] = self._evaluated(one, directory)
+            journal = journals / f"{one.name}-{one.fingerprint(policy)}" if journals else None
+            responses = responses_directory(Path(self.config.run.dir), step) / one.name
+            self.problems[one.name] = self._evaluated(one, Places(journal, responses))
             numbers = set_metrics(self.problems[one.name], self.config.run.seed)
             metrics |= {f"eval/{one.name}/{key}": value for key, value in numbers.items()}
         return metrics
@@ -95,16 +99,22 @@ class Evaluator:
         if self.workers is not None:
             self.workers.abort()
 
-    def _evaluated(self, one: EvaluationSet, directory: Path | None) -> list[Problem]:
+    def _evaluated(self, one: EvaluationSet, kept: Places) -> list[Problem]:
         """The set's problems in order, on every rank;
         each worker process, or else each of the engine's sources, samples and judges its share.
         """
         rows: list[Row] = []
-        agreed(self.topology, lambda: rows.extend(self._mine(one, directory)))
+        agreed(self.topology, lambda: self._forget(kept))
+        agreed(self.topology, lambda: rows.extend(self._mine(one, kept)))
         # the texts of the responses stay where they are
         everyone = all_gather_bytes(json.dumps(rows).encode(), self.topology.host)
         problems = [self._problem(one, *row) for content in everyone for row in json.loads(content)]
         return sorted(problems, key=lambda problem: problem.index)
+
+    def _forget(self, kept: Places) -> None:
+        """Remove the responses of an earlier evaluation of this step."""
+        if self.topology.is_first and kept.responses:
+            shutil.rmtree(kept.responses, ignore_errors=True)
 
     def _problem(
         self, one: EvaluationSet, place: int, answers: list[str], responses: list[list[Any]]
@@ -112,15 +122,15 @@ class Evaluator:
         prompt, given = one.prompts[place], tuple(Response(*each) for each in responses)
         return Problem(place, prompt.text, prompt.label, one.copies[place], tuple(answers), given)
 
-    def _mine(self, one: EvaluationSet, directory: Path | None) -> Sequence[Row]:
+    def _mine(self, one: EvaluationSet, kept: Places) -> Sequence[Row]:
         """This rank's share of the set's problems."""
         if self.workers is not None:
-            parts = self.workers.evaluate(one, directory)
+            parts = self.workers.evaluate(one, kept)
             self.engine.wait(parts)
             return [row for part in parts for row in part.result()]
         rank, sources = self.topology.rank, self.engine.sources
         places = range(rank, len(one.prompts), sources) if rank < sources else range(0)
-        return self.examiner.rows(one, places, directory, f"rank_{rank}_of_{sources}")
+        return self.examiner.rows(one, places, kept, f"rank_{rank}_of_{sources}")
 
 
 def write_problems(problems: dict[str, list[Problem]], directory: Path) -> Path:
@@ -128,7 +138,10 @@ def write_problems(problems: dict[str, list[Problem]], directory: Path) -> Path:
     target = directory / DIRECTORY / PROBLEMS_NAME
     target.parent.mkdir(parents=True, exist_ok=True)
     rows = [problem_row(name, problem) for name, found in problems.items() for problem in found]
-    target.write_text(
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
-    )
+    target.write_text("".join(map(json_line, rows)), encoding="utf-8")
     return target
+
+
+def responses_directory(run: Path, step: int) -> Path:
+    """The responses of the evaluation after this step: a directory for each set."""
+    return run / DIRECTORY / "responses" / f"step_{step:08d}"

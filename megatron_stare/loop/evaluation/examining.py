@@ -12,22 +12,30 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_stare.collect.journal import Journal, Key
 from megatron_stare.config import Config, EngineError, ScoringConfig
 from megatron_stare.loop.evaluation.sets import EvaluationSet
-from megatron_stare.records import Rollout
+from megatron_stare.records import Rollout, readable
 from megatron_stare.reporting.problem_scores import Response, count_reflections
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.judge import Judge, RewardBackend, sample_of
 from megatron_stare.scoring.verdict import Sample, Verdict
+from megatron_stare.system import BestEffort, atomic_file, json_line
 
 # A journal's directory is named after the weights that sampled its rollouts, so that no version in
 # it is too old, whichever attempt of whichever run it comes from.
 _ATTEMPTS, _OLDEST = {"evaluation": 0}, -(1 << 31)
 
 Row = tuple[int, list[str], list[tuple[Any, ...]]]  # place, answers, fields of each Response
+
+
+class Places(NamedTuple):
+    """Where an evaluation of a set keeps what it sampled. None: nowhere."""
+
+    journal: Path | None  # a directory of finished rollouts, which are not sampled again
+    responses: Path | None  # a directory of .jsonl files, for reading
 
 
 @dataclass(frozen=True)
@@ -40,20 +48,29 @@ class Examiner:
     wait: Callable[[Sequence[Future[Any]]], None]
 
     def rows(
-        self, one: EvaluationSet, places: Sequence[int], directory: Path | None, folder: str
+        self, one: EvaluationSet, places: Sequence[int], kept: Places, folder: str
     ) -> list[Row]:
-        """The set's problems at these places. `folder` of the directory gets the finished rollouts;
-        what any folder of it has is not sampled again.
+        """The set's problems at these places. `folder` of the journal's directory gets the finished
+        rollouts; what any folder of it has is not sampled again.
         """
         mine = set(places)
         journal = (
-            Journal(directory, folder, lambda key: key[0] in mine, _ATTEMPTS)
-            if directory and places
+            Journal(kept.journal, folder, lambda key: key[0] in mine, _ATTEMPTS)
+            if kept.journal and places
             else None
         )
         with contextlib.closing(journal) if journal else contextlib.nullcontext():
             rollouts = self._sampled(one, places, journal)
-        return self._judged(one, places, rollouts)
+        samples = [
+            sample_of(one.prompts[places[number // one.samples]], rollout)
+            for number, rollout in enumerate(rollouts)
+        ]
+        verdicts = self.judge.verdicts(samples)
+        if kept.responses and places:
+            file = kept.responses / f"{folder}.jsonl"
+            keep = BestEffort("the responses of this evaluation cannot be read later")
+            keep(lambda: _write_responses(file, one, places, rollouts, verdicts))
+        return self._scored(one, places, rollouts, verdicts)
 
     def _sampled(
         self, one: EvaluationSet, places: Sequence[int], journal: Journal | None
@@ -87,15 +104,14 @@ class Examiner:
             raise EngineError("the engine aborted a rollout that was not to be aborted")
         return rollouts
 
-    def _judged(
-        self, one: EvaluationSet, places: Sequence[int], rollouts: list[Rollout]
+    def _scored(
+        self,
+        one: EvaluationSet,
+        places: Sequence[int],
+        rollouts: Sequence[Rollout],
+        verdicts: Sequence[Verdict],
     ) -> list[Row]:
         n, words = one.samples, self.config.evaluation.reflection_words
-        samples = [
-            sample_of(one.prompts[places[number // n]], rollout)
-            for number, rollout in enumerate(rollouts)
-        ]
-        verdicts = self.judge.verdicts(samples)
         by_problem = [verdicts[start : start + n] for start in range(0, len(verdicts), n)]
         scoring = self.config.scoring
         rewards = [scoring.deciding(one.prompts[place].metadata) for place in places]
@@ -126,6 +142,24 @@ def _note(
             if key not in written:
                 written.add(key)
                 journal.write(key, done.result())
+
+
+def _write_responses(
+    file: Path,
+    one: EvaluationSet,
+    places: Sequence[int],
+    rollouts: Sequence[Rollout],
+    verdicts: Sequence[Verdict],
+) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(file) as out:
+        for number, (rollout, verdict) in enumerate(zip(rollouts, verdicts, strict=True)):
+            place, sample = places[number // one.samples], number % one.samples
+            prompt = one.prompts[place]
+            row = {"set": one.name, "index": place, "sample": sample}
+            row |= readable(prompt, rollout) | {"metadata": prompt.metadata}
+            row |= {"reward": verdict.value, "verdict": verdict.verdict}
+            out.write(json_line(row | {"extracted": verdict.extracted}))
 
 
 # Verifiers whose label is an answer of the kind that they extract.

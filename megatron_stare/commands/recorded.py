@@ -1,4 +1,8 @@
-"""`bundle RUN STEP`: what somebody else needs to replay a step, in one tar file.
+"""What a run has kept, for use elsewhere: `bundle` and `rollouts`.
+
+`rollouts RUN` writes a step's rollouts, or the responses of an evaluation, as rows of text.
+
+`bundle RUN STEP` writes what somebody else needs to replay a step, in one tar file.
 
     <run>_step_12/  metrics.jsonl, records/ (of the steps since the checkpoint), checkpoints/ (one),
                     model/ and, for a KL term, reference/
@@ -8,20 +12,68 @@ Unpacked, `python -m megatron_stare train <run>_step_12 --replay 12` replays it.
 
 from __future__ import annotations
 
+import json
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 from megatron_stare.config import Config, UserError
+from megatron_stare.loop.evaluation.evaluation import responses_directory
 from megatron_stare.loop.recording.heads import (
     MODEL_NAME,
     REFERENCE_NAME,
     read_config,
     read_head,
+    recorded_steps,
     records_directory,
 )
+from megatron_stare.loop.recording.record import recorded_groups
 from megatron_stare.policy.checkpoints.names import checkpoint_before, step_of
+from megatron_stare.records import Rollout, readable
 from megatron_stare.reporting.logbook import METRICS_NAME
 from megatron_stare.system import atomic_file
+
+
+def trained(run: Path, step: int | None) -> Iterator[dict[str, Any]]:
+    """The rollouts of a step; None: of the newest recorded one. UserError: there is no record."""
+    records = records_directory(run)
+    head = read_head(records, (recorded_steps(records) or [0])[-1] if step is None else step)
+    for number, group in enumerate(recorded_groups(records, head)):
+        for sample, rollout in enumerate(cast(tuple[Rollout, ...], group.rollouts)):
+            place = {"step": head.step, "group": number, "sample": sample}
+            yield (
+                place
+                | readable(group.prompt, rollout)
+                | {
+                    "reward": rollout.reward,
+                    "verdict": rollout.verdict,
+                    "reward_parts": rollout.reward_parts,
+                    "advantage": rollout.advantage,
+                    "weight_version": rollout.weight_version,
+                    "episode": rollout.episode,
+                }
+            )
+
+
+def evaluated(run: Path, step: int | None, name: str) -> list[dict[str, Any]]:
+    """The responses of the evaluation of a set after a step; None: of the newest evaluation.
+    UserError: there are none.
+    """
+    kept = responses_directory(run, 0).parent
+    found = {step_of(each.parent): each for each in kept.glob("step_*/*") if each.name == name}
+    if not found:
+        names = ", ".join(sorted({each.name for each in kept.glob("step_*/*")})) or "none"
+        raise UserError(
+            f"--evaluation {name}: {kept} has no responses of this set (there: {names}); choose a "
+            "set that was evaluated, or evaluate it"
+        )
+    if step is not None and step not in found:
+        steps = ", ".join(map(str, sorted(found)))
+        raise UserError(f"--step {step}: {name} was evaluated after the steps {steps}; choose one")
+    place = found[max(found) if step is None else step]
+    rows = [json.loads(line) for file in place.glob("*.jsonl") for line in file.open()]
+    return sorted(rows, key=lambda row: (row["index"], row["sample"]))
 
 
 def bundle(run: Path, step: int, output: Path | None) -> tuple[Path, int]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.loop.evaluation.evaluation import responses_directory
 from megatron_stare.loop.recording.heads import (
     MODEL_NAME,
     REFERENCE_NAME,
@@ -28,15 +27,18 @@ from megatron_stare.loop.recording.heads import (
     recorded_steps,
     records_directory,
 )
-from megatron_stare.loop.recording.record import recorded_groups
 from megatron_stare.policy.checkpoints.names import checkpoint_before, step_of
-from megatron_stare.records import Rollout, readable
 from megatron_stare.reporting.logbook import METRICS_NAME
+from megatron_stare.reporting.problem_scores import responses_directory
 from megatron_stare.system import atomic_file
 
 
 def trained(run: Path, step: int | None) -> Iterator[dict[str, Any]]:
     """The rollouts of a step; None: of the newest recorded one. UserError: there is no record."""
+    # These modules import torch, which `bundle` does not need.
+    from megatron_stare.loop.recording.record import recorded_groups
+    from megatron_stare.records import Rollout, readable
+
     records = records_directory(run)
     head = read_head(records, (recorded_steps(records) or [0])[-1] if step is None else step)
     for number, group in enumerate(recorded_groups(records, head)):

@@ -20,7 +20,7 @@ from megatron_stare.collect.workers.worker_processes import WorkerProcesses
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop.diagnostics.observer import Observer
 from megatron_stare.loop.evaluation import sets as evaluation_sets
-from megatron_stare.loop.evaluation.evaluation import DIRECTORY, Evaluator
+from megatron_stare.loop.evaluation.evaluation import Evaluator
 from megatron_stare.loop.evaluation.examining import Examiner
 from megatron_stare.loop.learn import Learner
 from megatron_stare.loop.observers import AdaptersObserver, metric_observers
@@ -38,7 +38,7 @@ from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.adapters.attach import check as check_adapters
 from megatron_stare.policy.topology import Topology
-from megatron_stare.reporting.problem_scores import Problem
+from megatron_stare.reporting.problem_scores import EVALUATION, Problem
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.rollout.sglang.pool_replica import PoolReplica
 from megatron_stare.scoring.judge import Judge
@@ -163,5 +163,5 @@ def evaluate_checkpoint(
         model, step = saved_policy(config, topology, load)
         engine.load_weights(model.served_weights(), step)
         name = evaluation_sets.policy_name(config, model.fingerprint())
-        metrics = evaluator.evaluate(step, directory / DIRECTORY, name)
+        metrics = evaluator.evaluate(step, directory / EVALUATION, name)
         return {"step": step} | metrics, evaluator.problems

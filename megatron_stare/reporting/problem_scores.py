@@ -13,14 +13,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy
 
+EVALUATION = "evaluation"  # a directory of a run
 # With more responses majority@k is computed for k = n only: the sums over subsets would overflow
 # 64-bit integers.
 MOST_SUBSET_VOTES = 64
 RESAMPLES = 2000
+
+
+def responses_directory(run: Path, step: int) -> Path:
+    """The responses of the evaluation after this step: a directory for each set."""
+    return run / EVALUATION / "responses" / f"step_{step:08d}"
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

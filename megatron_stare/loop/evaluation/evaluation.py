@@ -23,12 +23,19 @@ from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.loop.parts import offered_tools
 from megatron_stare.numerics.exchange import all_gather_bytes
 from megatron_stare.policy.topology import Topology, agreed
-from megatron_stare.reporting.problem_scores import Problem, Response, problem_row, set_metrics
+from megatron_stare.reporting.problem_scores import (
+    EVALUATION,
+    Problem,
+    Response,
+    problem_row,
+    responses_directory,
+    set_metrics,
+)
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.judge import Judge
 from megatron_stare.system import json_line
 
-DIRECTORY, PROBLEMS_NAME = "evaluation", "problems.jsonl"
+PROBLEMS_NAME = "problems.jsonl"
 
 
 class Examiners(Protocol):
@@ -135,13 +142,8 @@ class Evaluator:
 
 def write_problems(problems: dict[str, list[Problem]], directory: Path) -> Path:
     """One line per problem, for reading and for other programs."""
-    target = directory / DIRECTORY / PROBLEMS_NAME
+    target = directory / EVALUATION / PROBLEMS_NAME
     target.parent.mkdir(parents=True, exist_ok=True)
     rows = [problem_row(name, problem) for name, found in problems.items() for problem in found]
     target.write_text("".join(map(json_line, rows)), encoding="utf-8")
     return target
-
-
-def responses_directory(run: Path, step: int) -> Path:
-    """The responses of the evaluation after this step: a directory for each set."""
-    return run / DIRECTORY / "responses" / f"step_{step:08d}"

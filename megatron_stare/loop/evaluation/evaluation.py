@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config
 from megatron_stare.loop.evaluation import sets as evaluation_sets
-from megatron_stare.loop.evaluation.examining import Examiner, Places, Row
+from megatron_stare.loop.evaluation.examining import Destinations, Examiner, Row
 from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.loop.parts import offered_tools
 from megatron_stare.numerics.exchange import all_gather_bytes
@@ -41,7 +41,7 @@ PROBLEMS_NAME = "problems.jsonl"
 class Examiners(Protocol):
     """The worker processes of a run."""
 
-    def evaluate(self, one: EvaluationSet, kept: Places) -> Sequence[Future[Sequence[Row]]]:
+    def evaluate(self, one: EvaluationSet, kept: Destinations) -> Sequence[Future[Sequence[Row]]]:
         """As Examiner.rows: of this rank's processes, each its share of the set."""
         ...
 
@@ -95,7 +95,7 @@ class Evaluator:
         for one in self.sets:
             journal = journals / f"{one.name}-{one.fingerprint(policy)}" if journals else None
             responses = responses_directory(Path(self.config.run.dir), step) / one.name
-            self.problems[one.name] = self._evaluated(one, Places(journal, responses))
+            self.problems[one.name] = self._evaluated(one, Destinations(journal, responses))
             numbers = set_metrics(self.problems[one.name], self.config.run.seed)
             metrics |= {f"eval/{one.name}/{key}": value for key, value in numbers.items()}
         return metrics
@@ -106,7 +106,7 @@ class Evaluator:
         if self.workers is not None:
             self.workers.abort()
 
-    def _evaluated(self, one: EvaluationSet, kept: Places) -> list[Problem]:
+    def _evaluated(self, one: EvaluationSet, kept: Destinations) -> list[Problem]:
         """The set's problems in order, on every rank;
         each worker process, or else each of the engine's sources, samples and judges its share.
         """
@@ -118,9 +118,9 @@ class Evaluator:
         problems = [self._problem(one, *row) for content in everyone for row in json.loads(content)]
         return sorted(problems, key=lambda problem: problem.index)
 
-    def _forget(self, kept: Places) -> None:
+    def _forget(self, kept: Destinations) -> None:
         """Remove the responses of an earlier evaluation of this step."""
-        if self.topology.is_first and kept.responses:
+        if self.topology.is_first:
             shutil.rmtree(kept.responses, ignore_errors=True)
 
     def _problem(
@@ -129,7 +129,7 @@ class Evaluator:
         prompt, given = one.prompts[place], tuple(Response(*each) for each in responses)
         return Problem(place, prompt.text, prompt.label, one.copies[place], tuple(answers), given)
 
-    def _mine(self, one: EvaluationSet, kept: Places) -> Sequence[Row]:
+    def _mine(self, one: EvaluationSet, kept: Destinations) -> Sequence[Row]:
         """This rank's share of the set's problems."""
         if self.workers is not None:
             parts = self.workers.evaluate(one, kept)

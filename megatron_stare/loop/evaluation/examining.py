@@ -31,11 +31,11 @@ _ATTEMPTS, _OLDEST = {"evaluation": 0}, -(1 << 31)
 Row = tuple[int, list[str], list[tuple[Any, ...]]]  # place, answers, fields of each Response
 
 
-class Places(NamedTuple):
-    """Where an evaluation of a set keeps what it sampled. None: nowhere."""
+class Destinations(NamedTuple):
+    """The directories in which an evaluation of a set keeps what it sampled."""
 
-    journal: Path | None  # a directory of finished rollouts, which are not sampled again
-    responses: Path | None  # a directory of .jsonl files, for reading
+    journal: Path | None  # finished rollouts, which are not sampled again; None: not kept
+    responses: Path  # .jsonl files, for reading
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Examiner:
     wait: Callable[[Sequence[Future[Any]]], None]
 
     def rows(
-        self, one: EvaluationSet, places: Sequence[int], kept: Places, folder: str
+        self, one: EvaluationSet, places: Sequence[int], kept: Destinations, folder: str
     ) -> list[Row]:
         """The set's problems at these places. `folder` of the journal's directory gets the finished
         rollouts; what any folder of it has is not sampled again.
@@ -66,7 +66,7 @@ class Examiner:
             for number, rollout in enumerate(rollouts)
         ]
         verdicts = self.judge.verdicts(samples)
-        if kept.responses and places:
+        if places:
             file = kept.responses / f"{folder}.jsonl"
             keep = BestEffort("the responses of this evaluation cannot be read later")
             keep(lambda: _write_responses(file, one, places, rollouts, verdicts))

@@ -23,36 +23,61 @@ ALIASES = {
     "clip_ratio_high": "loss.eps_clip_high",
     "clip_ratio_low": "loss.eps_clip",
     "cliprange": "loss.eps_clip",
+    "context_length": "rollout.rollout_max_response_len",
+    "custom_rm_path": "scoring.reward",
     "dataset": "data.prompt_data",
     "dataset_name": "data.prompt_data",
+    "dump_details": "run.record",
     "enable_thinking": "data.chat_template_kwargs",
+    "entropy_coef": "loss.name",
+    "entropy_coeff": "loss.name",
     "epsilon": "loss.eps_clip",
     "epsilon_high": "loss.eps_clip_high",
     "eval_on_start": "evaluation.eval_at_start",
     "eval_steps": "evaluation.eval_interval",
+    "experiment_name": "run.dir",
+    "filter_overlong_prompts": "data.on_bad_row",
+    "generation_batch_size": "rollout.over_sampling_batch_size",
+    "gpu_memory_utilization": "sglang.server_args",
     "grad_clip": "optimizer.clip_grad",
+    "gradient_accumulation_steps": "policy.max_tokens_per_gpu",
+    "gradient_checkpointing": "policy.recompute_granularity",
+    "group_rm": "scoring.reward",
     "group_size": "rollout.n_samples_per_prompt",
+    "importance_sampling_level": "loss.name",
     "kl_beta": "loss.kl_loss_coef",
     "kl_coef": "loss.kl_loss_coef",
     "learning_rate": "optimizer.lr",
-    "logger": "run.logbooks",
+    "load": "run.dir",
     "log_completions": "run.record",
+    "log_val_generations": "run.dir",
+    "logger": "run.logbooks",
+    "lora_alpha": "adapters.alpha",
+    "lora_r": "adapters.rank",
+    "lora_rank": "adapters.rank",
     "loss_agg_mode": "loss.aggregation",
     "loss_mode": "loss.name",
     "loss_type": "loss.name",
     "lr_scheduler_type": "optimizer.lr_decay_style",
+    "lr_warmup_steps": "optimizer.lr_warmup_iters",
+    "lr_warmup_steps_ratio": "optimizer.lr_warmup_iters",
+    "mask_truncated_completions": "scoring.overlong_filter",
     "max_completion_length": "rollout.rollout_max_response_len",
     "max_grad_norm": "optimizer.clip_grad",
+    "max_model_len": "rollout.rollout_max_response_len",
     "max_new_tokens": "rollout.rollout_max_response_len",
     "max_prompt_length": "data.rollout_max_prompt_len",
     "max_response_length": "rollout.rollout_max_response_len",
     "max_steps": "train.num_rollout",
     "max_tokens": "rollout.rollout_max_response_len",
+    "mem_fraction_static": "sglang.server_args",
+    "micro_batch_size": "policy.max_tokens_per_gpu",
     "mini_batch_size": "train.num_steps_per_rollout",
     "model": "policy.hf_checkpoint",
     "model_name_or_path": "policy.hf_checkpoint",
     "model_path": "policy.hf_checkpoint",
     "n": "rollout.n_samples_per_prompt",
+    "norm_adv_by_std_in_grpo": "scoring.normalize_by_std",
     "num_epoch": "train.num_rollout",
     "num_epochs": "train.num_rollout",
     "num_generations": "rollout.n_samples_per_prompt",
@@ -61,34 +86,55 @@ ALIASES = {
     "num_train_epochs": "train.num_rollout",
     "output_dir": "run.dir",
     "partial_rollout": "rollout.long_tail",
+    "peft_config": "adapters.rank",
     "per_device_train_batch_size": "rollout.rollout_batch_size",
     "ppo_epochs": "train.epochs",
     "ppo_max_token_len_per_gpu": "policy.max_tokens_per_gpu",
+    "ppo_micro_batch_size_per_gpu": "policy.max_tokens_per_gpu",
     "ppo_mini_batch_size": "train.num_steps_per_rollout",
+    "project_name": "run.project",
     "ref_load": "policy.ref_hf_checkpoint",
     "report_to": "run.logbooks",
+    "resume_from_checkpoint": "run.dir",
+    "resume_mode": "run.dir",
     "reward_fn": "scoring.reward",
     "reward_funcs": "scoring.reward",
     "rm_type": "scoring.reward",
+    "rollout_data_dir": "run.record",
     "rollout_n": "rollout.n_samples_per_prompt",
     "save": "run.dir",
+    "save_debug_rollout_data": "run.record",
     "save_freq": "run.save_interval",
     "save_steps": "run.save_interval",
+    "save_total_limit": "run.keep_last",
+    "scale_rewards": "scoring.normalize_by_std",
+    "staleness_threshold": "rollout.max_staleness",
     "steps": "train.num_rollout",
     "temperature": "rollout.rollout_temperature",
+    "tensor_parallel_size": "policy.tensor_model_parallel_size",
     "test_freq": "evaluation.eval_interval",
+    "tis_imp_ratio_cap": "mismatch.upper",
     "top_p": "rollout.rollout_top_p",
     "total_epochs": "train.num_rollout",
     "train_batch_size": "rollout.rollout_batch_size",
     "train_files": "data.prompt_data",
+    "use_dynamic_bsz": "policy.max_tokens_per_gpu",
+    "use_kl_loss": "loss.kl_loss_coef",
+    "use_rollout_routing_replay": "policy.routing_replay",
+    "use_tis": "mismatch.correction",
+    "use_wandb": "run.logbooks",
     "val_before_train": "evaluation.eval_at_start",
     "val_files": "evaluation.eval_data",
+    "validation_data_dir": "run.dir",
+    "vllm_importance_sampling_correction": "mismatch.correction",
+    "wandb_project": "run.project",
+    "warmup_ratio": "optimizer.lr_warmup_iters",
     "warmup_steps": "optimizer.lr_warmup_iters",
 }
 
 
 def nearest_key(key: str) -> str:
-    """The key of a setting that a user most probably means by `key`."""
+    """The key of a setting that a user most probably means by `key`; empty if none is near."""
     known, name = settings(), key.rpartition(".")[2]
     longer = [each for each in known if "." in key and each.startswith(key)]
     alias = difflib.get_close_matches(name, ALIASES, n=1, cutoff=0.85)
@@ -98,7 +144,13 @@ def nearest_key(key: str) -> str:
     near = [] if name in ALIASES else difflib.get_close_matches(key, known, n=1, cutoff=0.85)
     if alias and not near:
         return ALIASES[alias[0]]
-    return (near or difflib.get_close_matches(key, known, n=1, cutoff=0.0))[0]
+    if not near:
+        section = key.rpartition(".")[0]
+        own = [each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == section]
+        here = difflib.get_close_matches(name, own, n=1, cutoff=0.45)
+        there = [] if own else difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+        near = [f"{section}.{each}" for each in here] or there
+    return near[0] if near else ""
 
 
 def setting_of_option(option: str, exact: bool = False) -> str:
@@ -113,9 +165,11 @@ def setting_of_option(option: str, exact: bool = False) -> str:
 
 def unknown(key: str) -> UserError:
     """The error for a key that names no setting."""
-    near = nearest_key(key.lstrip("+-~"))
-    section = near.split(".")[0]
+    name = key.lstrip("+-~")
+    near = nearest_key(name)
+    section = (near or name).split(".")[0]
     names = ", ".join(
         each.split(".", 1)[1] for each in settings() if each.startswith(f"{section}.")
     )
-    return UserError(f"unknown key {key!r}; did you mean {near!r}? ({section} has: {names})")
+    hint = f"did you mean {near!r}?" if near else "docs/configuration.md lists all settings"
+    return UserError(f"unknown key {key!r}; {hint}" + (f" ({section} has: {names})" * bool(names)))

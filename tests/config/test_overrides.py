@@ -93,12 +93,31 @@ def test_overrides_apply_in_order_and_leave_the_original():
         ("max_tokens=8", "rollout.rollout_max_response_len"),
         ("num_generations=8", "rollout.n_samples_per_prompt"),
         ("actor.clip_range=0.1", "loss.eps_clip"),
+        ("optimizer.warmup_ratio=0.1", "optimizer.lr_warmup_iters"),
+        ("actor.entropy_coeff=0.001", "loss.name"),
+        ("policy.lora_rank=8", "adapters.rank"),
+        ("rollout.gpu_memory_utilization=0.5", "sglang.server_args"),
+        ("trainer.rollout_data_dir=dump", "run.record"),
+        ("save_total_limit=3", "run.keep_last"),
+        ("loss.entropy_target=1", "loss.target_entropy"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(item, wanted):
     message = refusal(item)
     assert repr(item.split("=")[0]) in message
     assert f"did you mean {wanted!r}?" in message
+
+
+@pytest.mark.parametrize("key", ["lam", "nnodes", "algorithm.use_kl_in_reward"])
+def test_an_unknown_key_that_nothing_resembles_gets_no_wrong_hint(key):
+    assert refusal(f"{key}=1").endswith(
+        f"unknown key {key!r}; docs/configuration.md lists all settings"
+    )
+
+
+def test_an_unknown_key_of_a_known_section_lists_its_settings():
+    message = refusal("optimizer.foo=1")
+    assert "did you mean" not in message and "(optimizer has: lr, min_lr, " in message
 
 
 def test_every_alias_names_a_setting():

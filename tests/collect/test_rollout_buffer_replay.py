@@ -200,9 +200,9 @@ def test_no_round_is_under_way_when_new_weights_come(tmp_path: Path, topology: T
         ended.append(collector._round is None and collector.ahead is None)
         load(*arguments)
 
-    def evaluating() -> Any:
+    def evaluating(step: int) -> Any:
         begun.append(run.collector._round is not None)  # type: ignore[attr-defined]
-        return evaluate()
+        return evaluate(step)
 
     run.engine.load_weights = loading  # type: ignore[method-assign]
     run.evaluator.evaluate = evaluating  # type: ignore[method-assign]

@@ -125,10 +125,10 @@ def test_with_servers_the_next_round_is_sampled_beside_an_evaluation(
         evaluate = run.evaluator.evaluate
 
         def recorded(
-            run: Trainer = run, beside: list[bool] = beside, evaluate: Any = evaluate
+            step: int, run: Trainer = run, beside: list[bool] = beside, evaluate: Any = evaluate
         ) -> dict[str, float]:
             beside.append(run.collector._round is not None)
-            return evaluate()
+            return evaluate(step)
 
         run.evaluator.evaluate = recorded  # type: ignore[method-assign, assignment]
         for groups in trained_groups(run):

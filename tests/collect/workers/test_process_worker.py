@@ -74,11 +74,11 @@ def test_episodes_are_interrupted_and_go_on_with_another_number_of_workers(
         run = Trainer(small_config(tmp_path, *ended, "rollout.workers_per_node=2"), topology)
         evaluate = run.evaluator.evaluate
 
-        def signalled() -> Any:
+        def signalled(step: int) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
             interrupt.asked()  # a signal is handled between two instructions
             run.evaluator.stop()
-            return evaluate()
+            return evaluate(step)
 
         run.evaluator.evaluate = signalled  # type: ignore[method-assign]
         assert not run.run(interrupt)

@@ -44,7 +44,8 @@ def main() -> None:
 
 def scores(file: Path) -> Scores:
     """avg@k and pass@k of every problem of a file."""
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    with file.open(encoding="utf-8") as lines:  # splitlines would also split inside of texts
+        rows = list(map(json.loads, lines))
     return {
         (row["set"], row["index"]): {f"avg@{row['k']}": row["correct"] / row["k"]}
         | {f"pass@{k}": value for k, value in row["pass_at_k"].items() if k != "1"}

@@ -74,7 +74,10 @@ def evaluated(run: Path, step: int | None, name: str) -> list[dict[str, Any]]:
         steps = ", ".join(map(str, sorted(found)))
         raise UserError(f"--step {step}: {name} was evaluated after the steps {steps}; choose one")
     place = found[max(found) if step is None else step]
-    rows = [json.loads(line) for file in place.glob("*.jsonl") for line in file.open()]
+    rows: list[dict[str, Any]] = []
+    for each in place.glob("*.jsonl"):
+        with each.open(encoding="utf-8") as file:
+            rows += map(json.loads, file)
     return sorted(rows, key=lambda row: (row["index"], row["sample"]))
 
 

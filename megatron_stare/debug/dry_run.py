@@ -73,7 +73,7 @@ def _findings(source: str, config: Config, runs: Mapping[str, Config]) -> Iterat
     if first.tools.environment:
         yield _look("tools", lambda: _tools(first, prompts))
     yield from servers(first)
-    yield from disk(first, len(runs) * len(config.compare.seeds or [first.run.seed]))
+    yield from disk(first, len(runs) * max(1, len(config.compare.seeds)))
     yield _look("run.dir", lambda: _place(runs.get("", config), runs))
 
 

@@ -16,7 +16,7 @@ from tests.small_run import rows_of, small_config
 def rows(capsys: pytest.CaptureFixture[str], *words: Any) -> list[dict[str, Any]]:
     capsys.readouterr()
     assert main(["rollouts", *map(str, words)]) == 0
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return [json.loads(line) for line in capsys.readouterr().out.split("\n")[:-1]]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
@@ -90,8 +90,7 @@ def test_text_that_no_encoding_has_is_kept(
 ) -> None:
     """A label with half of a surrogate pair, which JSON can hold, and letters of another script."""
     data = tmp_path / "held.jsonl"
-    labels = ["\ud800", "\u4e2d"]
-    data.write_text("".join(json.dumps({"prompt": x, "label": x}) + "\n" for x in ("1+1=",)))
+    labels = ["\ud800", "\u4e2d\u2028"]
     data.write_text(
         "".join(json.dumps({"prompt": f"{n}=", "label": x}) + "\n" for n, x in enumerate(labels))
     )
@@ -102,6 +101,6 @@ def test_text_that_no_encoding_has_is_kept(
     assert main(["evaluate", str(tmp_path / "run.yaml")]) == 0
     run = tmp_path / "run"
     assert [row["label"] for row in rows(capsys, run, "--evaluation", "held")] == labels
-    problems = (run / "evaluation/problems.jsonl").read_text(encoding="utf-8").splitlines()
+    problems = (run / "evaluation/problems.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
     assert [json.loads(line)["label"] for line in problems] == labels
     assert "\u4e2d" in problems[1]

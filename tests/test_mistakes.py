@@ -77,7 +77,7 @@ MISTAKES = {
     ),
     "shared prompts of padded sequences": Mistake(
         "policy.shared_prompts=true policy.packed_sequences=false",
-        "policy.shared_prompts=true needs policy.packed_sequences=True, not False",
+        "policy.shared_prompts=true needs policy.packed_sequences=true; set one of them",
     ),
     "an option of slime": Mistake(
         "--rollout-batch-size 32", "it is a setting here: write rollout.rollout_batch_size=32"
@@ -204,7 +204,7 @@ MISTAKES = {
         "set it to false with loss.distillation_coef",
     ),
     "servers of no reference": Mistake(
-        "sglang.reference_urls=[a]", "has no effect: no loss reads a reference model"
+        "sglang.reference_urls=[a]", "has no effect without loss.kl_loss_coef or loss.distillation"
     ),
     "servers of a reference at another temperature": Mistake(
         "sglang.reference_urls=[a] loss.kl_loss_coef=0.1 rollout.rollout_temperature=0.8",
@@ -214,7 +214,7 @@ MISTAKES = {
         "sglang.reference_urls=[http://127.0.0.1:9] loss.kl_loss_coef=0.1", "start the server"
     ),
     "an exact divergence from no teacher": Mistake(
-        "loss.distillation_top_k=8", "loss.distillation_top_k=8 has no effect without a teacher"
+        "loss.distillation_top_k=8", "=8 has no effect without loss.distillation_coef; set that, or"
     ),
     "an exact divergence from a teacher on servers": Mistake(
         "loss.distillation_coef=1 loss.distillation_top_k=8 policy.ref_hf_checkpoint=model "
@@ -222,7 +222,36 @@ MISTAKES = {
         "loss.distillation_top_k=8 needs the teacher's whole distribution",
     ),
     "rewards against no teacher": Mistake(
-        "loss.reward_coef=0", "loss.reward_coef=0 weighs rewards against a teacher"
+        "loss.reward_coef=0", "loss.reward_coef=0.0 has no effect without loss.distillation_coef"
+    ),
+    "a reference without a divergence": Mistake(
+        "policy.ref_hf_checkpoint=model", "without loss.kl_loss_coef or loss.distillation_coef"
+    ),
+    "bounds of no correction": Mistake(
+        "mismatch.upper=2 mismatch.rejected=drop",
+        "mismatch.upper=2.0, mismatch.rejected=drop have no effect without mismatch.correction; set"
+        " that, or return to mismatch.upper=0.0, mismatch.rejected=zero",
+    ),
+    "adapters of no rank": Mistake(
+        "adapters.start=lora", "adapters.start=lora has no effect without adapters.rank; set that"
+    ),
+    "resampling without a method": Mistake(
+        "rollout.resampling.samples=4", "without rollout.resampling.method=uec_rl; set that, or"
+    ),
+    "a setting of another method": Mistake(
+        "rollout.resampling.method=uec_rl rollout.resampling.prompt_share=1 "
+        "rollout.dynamic_sampling=false",
+        "prompt_share=1.0 has no effect without rollout.resampling.method=aepo",
+    ),
+    "a decay that rises": Mistake(
+        "optimizer.min_lr=2 optimizer.lr_decay_style=cosine", "optimizer.min_lr=2, the end of the"
+    ),
+    "the end of no decay": Mistake(
+        "optimizer.min_lr=1e-9", "optimizer.min_lr=1e-09 has no effect without optimizer.lr_decay_"
+    ),
+    "adapters of an arm without them": Mistake(
+        "compare.arms.a=[adapters.merge=false] compare.arms.b=[adapters.rank=2]",
+        "arm a: adapters.merge=false has no effect without adapters.rank",
     ),
     "evaluate of a bare model": Mistake(": evaluate model", "and then policy.hf_checkpoint=model"),
     "a checkpoint that is not there": Mistake("--load step_9", "--load step_9: not in"),

@@ -123,7 +123,9 @@ _PREAMBLE = """# Configuration reference
 A run's configuration is one tree of sections. A recipe fills it in, a run writes it to
 `config.yaml`, and every field can be overridden on the command line as `section.field=value`. An
 unknown field, a value of another type or out of range ends the command at once, with the nearest
-name or the values that are allowed.
+name or the values that are allowed. So does a field that nothing in the run reads, e.g.
+`mismatch.upper=2` without `mismatch.correction`; sections that one setting turns on (`tools`,
+`agents`, `judge`, `sglang`, `cold_start`) may stay as they are while it is off.
 
     python -m megatron_stare config quickstart optimizer.lr=5e-4
     python -m megatron_stare config quickstart --only loss

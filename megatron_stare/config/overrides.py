@@ -18,6 +18,7 @@ from megatron_stare.config.aliases import unknown
 from megatron_stare.config.errors import UserError
 from megatron_stare.config.settings import (
     Setting,
+    check_readers,
     fields_of,
     kind_of_values,
     lookup,
@@ -88,6 +89,7 @@ def from_tree(tree: dict[str, Any]) -> Config:
             raise unknown(".".join(place)) from None
         raise UserError(_refusal(place, first["input"])) from None
     check(config)
+    check_readers(config)
     return config
 
 

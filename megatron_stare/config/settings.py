@@ -8,7 +8,7 @@ import re
 import types
 import typing
 from dataclasses import dataclass
-from typing import Any, Literal, Union
+from typing import Any, Literal, NamedTuple, Union
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -188,3 +188,71 @@ def lookup(config: Config, key: str) -> Any:
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
     return node
+
+
+class Readers(NamedTuple):
+    """Settings that are read only while the setting `key` has one of `values`; without values, any
+    other than its default. `needed`: the words for it in a message.
+    """
+
+    settings: list[str]
+    key: str
+    values: tuple[Any, ...] = ()
+    needed: str = ""
+
+
+def _keys(section: str, names: str) -> list[str]:
+    return [f"{section}.{name}" for name in names.split()]
+
+
+_AEPO = "target_entropy high_temperature low_temperature prompt_share max_rollouts"
+_UEC_RL = (
+    "temperature samples min_resampled_advantage replay_interval replay_batches replay_advantage "
+    "replay_negative"
+)
+READERS = (
+    Readers(_keys("rollout.resampling", _AEPO), "rollout.resampling.method", ("aepo",)),
+    Readers(_keys("rollout.resampling", _UEC_RL), "rollout.resampling.method", ("uec_rl",)),
+    Readers(["rollout.resampling.min_advantage"], "rollout.resampling.method"),
+    Readers(_keys("adapters", "alpha targets experts start merge"), "adapters.rank"),
+    Readers(["optimizer.min_lr"], "optimizer.lr_decay_style"),
+    Readers(["policy.recompute_modules"], "policy.recompute_granularity", ("selective",)),
+    Readers(["loss.kl_loss_type"], "loss.kl_loss_coef"),
+    Readers(_keys("loss", "distillation_top_k reward_coef"), "loss.distillation_coef"),
+    Readers(
+        _keys("policy", "ref_hf_checkpoint") + _keys("sglang", "reference_urls"),
+        *("loss.reads_reference", (True,), "loss.kl_loss_coef or loss.distillation_coef"),
+    ),
+    Readers(_keys("mismatch", "lower upper normalize rejected accepted"), "mismatch.correction"),
+    Readers(["scoring.answer_tag"], "scoring.extraction", ("tag", "any")),
+    Readers(["scoring.overlong_penalty_factor"], "scoring.overlong_buffer_len"),
+)
+
+
+def unread(config: Config) -> list[tuple[Readers, list[str]]]:
+    """The settings that differ from their defaults and that nothing in a run reads."""
+    found = []
+    for one in READERS:
+        value = lookup(config, one.key)
+        if value not in one.values if one.values else value == settings()[one.key].default:
+            changed = [k for k in one.settings if lookup(config, k) != settings()[k].default]
+            found += [(one, changed)] if changed else []
+    return found
+
+
+def reset(key: str) -> str:
+    """The override that returns a setting to its default."""
+    return f"{key}={_written(settings()[key].default)}"
+
+
+def check_readers(config: Config) -> None:
+    """UserError: nothing reads settings that are not at their defaults. In a comparison the arms
+    are runs: what they share may be for some of them.
+    """
+    for one, keys in () if config.compare.arms else unread(config):
+        given = ", ".join(f"{key}={_written(lookup(config, key))}" for key in keys)
+        needed = one.needed or "=".join([one.key, *map(str, one.values[:1])])
+        raise UserError(
+            f"{given} {'have' if keys[1:] else 'has'} no effect without {needed}; set that, or "
+            f"return to {', '.join(map(reset, keys))}"
+        )

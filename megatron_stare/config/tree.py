@@ -67,6 +67,7 @@ def check(config: Config) -> None:
     """UserError, naming field, value and remedy, for fields that contradict one another."""
     for rule in (
         _check_loss,
+        _check_optimizer,
         _check_policy,
         _check_reference,
         _check_adapters,
@@ -83,6 +84,15 @@ def check(config: Config) -> None:
         _check_judge,
     ):
         rule(config)
+
+
+def _check_optimizer(config: Config) -> None:
+    optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        raise UserError(
+            f"optimizer.min_lr={optimizer.min_lr:g}, the end of the decay, is above "
+            f"optimizer.lr={optimizer.lr:g}; lower it"
+        )
 
 
 def _check_loss(config: Config) -> None:
@@ -111,36 +121,25 @@ def _check_policy(config: Config) -> None:
             f"policy.weight_quantization={policy.weight_quantization} needs policy.dtype=bf16, "
             f"whose fp32 copies keep what rounding removes, not {policy.dtype}"
         )
-    for field, value, needed in (
-        ("context_parallel_size", policy.context_parallel_size, 1),
-        ("packed_sequences", policy.packed_sequences, True),
-    ):
-        if policy.shared_prompts and value != needed:
-            raise UserError(
-                f"policy.shared_prompts=true needs policy.{field}={needed}, not {value}; "
-                "set one of them"
-            )
-    modules = policy.recompute_modules
-    for name in modules.split(","):
+    if policy.shared_prompts and policy.context_parallel_size > 1:
+        raise UserError(
+            "policy.shared_prompts=true needs policy.context_parallel_size=1, not "
+            f"{policy.context_parallel_size}; set one of them"
+        )
+    if policy.shared_prompts and not policy.packed_sequences:
+        raise UserError(
+            "policy.shared_prompts=true needs policy.packed_sequences=true; set one of them"
+        )
+    for name in policy.recompute_modules.split(","):
         if name.strip() not in RECOMPUTED:
             raise UserError(
                 f"policy.recompute_modules has {name.strip()!r}, which is none of "
                 f"{', '.join(RECOMPUTED)}"
             )
-    if policy.recompute_granularity != "selective" and modules != PolicyConfig().recompute_modules:
-        raise UserError(
-            f"policy.recompute_modules={modules} is for policy.recompute_granularity=selective, "
-            f"not {policy.recompute_granularity}; set that, or leave recompute_modules out"
-        )
 
 
 def _check_reference(config: Config) -> None:
     urls, temperature = config.sglang.reference_urls, config.rollout.rollout_temperature
-    if urls and not config.loss.reads_reference:
-        raise UserError(
-            f"sglang.reference_urls=[{', '.join(urls)}] has no effect: no loss reads a reference "
-            "model; set loss.kl_loss_coef or loss.distillation_coef, or leave it out"
-        )
     if urls and config.loss.distillation_top_k:
         raise UserError(
             f"loss.distillation_top_k={config.loss.distillation_top_k} needs the teacher's whole "

@@ -133,17 +133,6 @@ def check_reference_tokens(
 def _check_distillation(config: Config) -> None:
     loss = config.loss
     if not loss.distillation_coef:
-        if loss.distillation_top_k:
-            raise UserError(
-                f"loss.distillation_top_k={loss.distillation_top_k} has no effect without a "
-                "teacher; set loss.distillation_coef, or leave it out"
-            )
-        if loss.reward_coef != 1:
-            raise UserError(
-                f"loss.reward_coef={loss.reward_coef:g} weighs rewards against a teacher, and "
-                "there is none; set loss.distillation_coef and policy.ref_hf_checkpoint, or leave "
-                "it out"
-            )
         return
     if not config.policy.ref_hf_checkpoint:
         raise UserError(

@@ -199,3 +199,18 @@ def test_an_arm_keeps_no_setting_of_the_loss_that_only_others_read(tmp_path: Pat
     named = dataclasses.replace(config, compare=dataclasses.replace(config.compare, arms=own))
     with pytest.raises(UserError, match=r"loss.reweight_w=1.3 has no effect: the objective dapo"):
         objective_of(_arm_config(named, "dapo", "model", tmp_path).loss)
+
+
+def test_an_arm_keeps_no_setting_that_only_other_arms_read(tmp_path: Path) -> None:
+    arms = {"whole": [], "rank": ["adapters.rank=2"], "own": ["adapters.alpha=8"]}
+    shared = ["adapters.merge=false", "adapters.alpha=8", "mismatch.correction=token_tis"]
+    several = dataclasses.replace(small_config(tmp_path).compare, arms=arms)
+    config = override(
+        dataclasses.replace(small_config(tmp_path), compare=several), [*shared, "mismatch.upper=3"]
+    )
+    whole, rank = (_arm_config(config, name, "model", tmp_path) for name in ("whole", "rank"))
+    assert (whole.adapters.merge, whole.adapters.alpha) == (True, 32)
+    assert (rank.adapters.merge, rank.adapters.alpha) == (False, 8)
+    assert whole.mismatch.upper == rank.mismatch.upper == 3
+    with pytest.raises(UserError, match=r"adapters.alpha=8.0 has no effect without adapters.rank"):
+        _arm_config(config, "own", "model", tmp_path)

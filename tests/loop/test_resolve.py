@@ -53,4 +53,3 @@ def test_a_teacher_reads_the_policys_tokens(tmp_path: Path):
         check(teacher("smaller", 200))
     with pytest.raises(UserError, match=r"another tokenizer: 2 tokens have other ids"):
         check(teacher("other", 257, ids=2))
-    assert override(Config(), ["policy.ref_hf_checkpoint=unread"]).reference == ""

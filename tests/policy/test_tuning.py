@@ -111,7 +111,7 @@ def test_what_cannot_be_is_refused(
     ("overrides", "message"),
     [
         (("recompute_granularity=selective", "recompute_modules=mlp,attn"), "none of core_attn"),
-        (("recompute_modules=mlp",), "is for policy.recompute_granularity=selective"),
+        (("recompute_modules=mlp",), "no effect without policy.recompute_granularity=selective"),
         (("tuning.fp8_recipe=exact",), "tensorwise"),
         (("tuning.rope=true",), "tuning.apply_rope_fusion"),
     ],

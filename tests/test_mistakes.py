@@ -227,6 +227,10 @@ MISTAKES = {
     "a reference without a divergence": Mistake(
         "policy.ref_hf_checkpoint=model", "without loss.kl_loss_coef or loss.distillation_coef"
     ),
+    "a moving reference of adapters": Mistake(
+        "policy.ref_update_interval=9 loss.kl_loss_coef=0.1 adapters.rank=2",
+        "policy.ref_update_interval=9 is not possible with adapters.rank=2, whose reference stays",
+    ),
     "bounds of no correction": Mistake(
         "mismatch.upper=2 mismatch.rejected=drop",
         "mismatch.upper=2.0, mismatch.rejected=drop have no effect without mismatch.correction; set"

@@ -217,7 +217,7 @@ READERS = (
     Readers(_keys("adapters", "alpha targets experts start merge"), "adapters.rank"),
     Readers(["optimizer.min_lr"], "optimizer.lr_decay_style"),
     Readers(["policy.recompute_modules"], "policy.recompute_granularity", ("selective",)),
-    Readers(["loss.kl_loss_type"], "loss.kl_loss_coef"),
+    Readers(["loss.kl_loss_type", "policy.ref_update_interval"], "loss.kl_loss_coef"),
     Readers(_keys("loss", "distillation_top_k reward_coef"), "loss.distillation_coef"),
     Readers(
         _keys("policy", "ref_hf_checkpoint") + _keys("sglang", "reference_urls"),

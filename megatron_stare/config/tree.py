@@ -140,6 +140,17 @@ def _check_policy(config: Config) -> None:
 
 def _check_reference(config: Config) -> None:
     urls, temperature = config.sglang.reference_urls, config.rollout.rollout_temperature
+    fixed = {
+        "loss.distillation_coef": config.loss.distillation_coef,
+        "adapters.rank": config.adapters.rank,
+        "sglang.reference_urls": urls,
+    }
+    for key, value in fixed.items():
+        if value and config.policy.ref_update_interval:
+            raise UserError(
+                f"policy.ref_update_interval={config.policy.ref_update_interval} is not possible "
+                f"with {key}={value}, whose reference stays as it is; leave one of them out"
+            )
     if urls and config.loss.distillation_top_k:
         raise UserError(
             f"loss.distillation_top_k={config.loss.distillation_top_k} needs the teacher's whole "

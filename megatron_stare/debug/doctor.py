@@ -406,8 +406,10 @@ def disk(config: Config, runs: int = 1) -> Iterator[Finding]:
 
         with contextlib.suppress(UserError):
             shape = shape_of(model_shape(config.policy.hf_checkpoint))
-            # bf16 weights, fp32 weights and Adam's two moments: 2 + 12 bytes per parameter
-            needed = int(7 * model_bytes(shape) * checkpoints * runs)
+            # bf16 weights, fp32 weights and Adam's two moments: 2 + 12 bytes per parameter; and an
+            # updated reference
+            copies = 7 + bool(config.policy.ref_update_interval)
+            needed = int(copies * model_bytes(shape) * checkpoints * runs)
     free = shutil.disk_usage(place).free
     level: Level = "OK" if free >= needed else ("WARN" if free * checkpoints >= needed else "FAIL")
     yield Finding(

@@ -91,10 +91,14 @@ class Learner:
             prepared = self.preparer.prepare(groups, version, signal, watch, self._on_mismatch)
             if interrupted():
                 return StepResult(skipped="interrupted")
-            return self._train(prepared, groups, watch)
+            result = self._train(prepared, groups, watch)
         except NonFiniteError as error:
             # Without its traceback, which would keep the step's tensors alive.
-            return StepResult({"nonfinite": 1.0}, "nonfinite", error.with_traceback(None))
+            result = StepResult({"nonfinite": 1.0}, "nonfinite", error.with_traceback(None))
+        interval = self.config.policy.ref_update_interval
+        if interval and (version + 1) % interval == 0:
+            self.actor.update_reference()
+        return result
 
     def _train(self, prepared: PreparedStep, groups: Sequence[Group], watch: Watch) -> StepResult:
         """The updates of a prepared step, measured before, during and after them."""

@@ -66,17 +66,9 @@ class StepPreparer:
         self.sensitivity = self.loss.sensitivity_metrics or objective.needs_sensitivity(self.loss)
         self.nucleus = objective.nucleus_of(self.loss)
         self.state: dict[str, float] = {}
-        self.reference: PolicyModel | None = None
         self.served = config.loss.reads_reference and bool(config.sglang.reference_urls)
-        if self.served or not config.loss.reads_reference:
-            return
-        if config.adapters.rank and not config.reference:
-            self.reference = actor  # without its adapters: no second copy of the weights
-        else:
-            source = config.reference or config.policy.hf_checkpoint
-            temperature = config.rollout.rollout_temperature
-            self.reference = PolicyModel(source, config.policy, actor.topology, temperature)
-            self.reference.rest()
+        if config.loss.reads_reference and not self.served:
+            actor.add_reference()
 
     def prepare(
         self,
@@ -172,7 +164,7 @@ class StepPreparer:
                 self._with_served_reference(part, batch, version)
                 for part, batch in zip(parts, batches, strict=True)
             ]
-        reference = self.reference
+        reference = self.actor.reference
         if reference is None:
             return batches
         with self.actor.base() if reference is self.actor else reference.on_device():

@@ -54,6 +54,28 @@ class Actor(PolicyModel):
         self._host_block = torch.empty(0, dtype=torch.uint8)  # of what is on the host
         self.rounded = RoundedWeights(self.chunks, self.hf, config.policy)
         self.rounded.round()  # the optimizer has its copies already
+        # The model that a loss with a KL term or a teacher reads; the Actor itself stands for the
+        # base of its adapters.
+        self.reference: PolicyModel | None = None
+        self.reference_moved = False  # it is not that of the configuration any more
+
+    def add_reference(self) -> None:
+        """Load the reference model: policy.ref_hf_checkpoint, or the model that the run starts
+        from. Without its adapters that is this one, and no second copy of the weights is needed.
+        """
+        if self.adapters.rank and not self.config.reference:
+            self.reference = self
+            return
+        source = self.config.reference or self.config.policy.hf_checkpoint
+        self.reference = PolicyModel(source, self.policy, self.topology, self.temperature)
+        self.reference.rest()
+
+    def update_reference(self) -> None:
+        """The reference model gets the weights that the policy has now."""
+        assert self.reference is not None, "the loss reads one"
+        for own, new in zip(self.reference.chunks, self.chunks, strict=True):
+            own.load_state_dict(new.state_dict())
+        self.reference_moved = True
 
     def make_room(self) -> None:
         """Free device memory for the rollout engine until the next update. No bit of the update

@@ -18,6 +18,10 @@ from megatron_stare.config import UserError
 from megatron_stare.policy.topology import Topology
 
 # TransformerEngine's state other than weights (fp8 scales); that of grouped experts is numbered.
+MODEL = "model"  # and its number: a chunk's part of the state
+# What names of tensors begin with that a run's checkpoint holds besides the model.
+LOOP_PREFIX, REFERENCE_PREFIX = "loop.", "reference."
+TRAINING_PREFIXES = ("optimizer.", "chained_", LOOP_PREFIX, REFERENCE_PREFIX)
 _EXTRA_STATE = re.compile(r".*_extra_state\d*")
 _UNPICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 _ONLY_DATA = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -34,20 +38,26 @@ _NAMES = {("torch.distributed.checkpoint.metadata", name) for name in _METADATA}
 }
 
 
-def sharded_weights(chunks: list[Any], topology: Topology, numbered: bool = True) -> dict[str, Any]:
+def sharded_weights(
+    chunks: list[Any], topology: Topology, numbered: bool = True, prefix: str = ""
+) -> dict[str, Any]:
     """Megatron's description of this rank's weights, for saving and loading.
 
     `numbered`: every layer under its own number, so that stages of unequal size and mixed layers
     read each other's checkpoints; otherwise layers are stacked along a first axis, as Megatron once
-    did. Of a chunk with adapters only these: its other weights never change.
+    did. Of a chunk with adapters only these: its other weights never change. `prefix` begins the
+    names of a second model in the same checkpoint.
     """
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+
     metadata = {"non_homogeneous_layers": numbered, "dp_cp_group": topology.data}
     found = {}
     for number, chunk in enumerate(chunks):
         content = chunk.sharded_state_dict(metadata=metadata)
         if hasattr(chunk, "adapters"):
             content = {name: item for name, item in content.items() if _is_adapter(name)}
-        found[f"model{number}"] = content
+        add_prefix_for_sharding(content, prefix)
+        found[f"{prefix}{MODEL}{number}"] = content
     return found
 
 
@@ -71,7 +81,7 @@ def common_state(checkpoint: Path) -> dict[str, Any]:
     )
 
 
-def fill(chunks: list[Any], state: dict[str, Any], *, scales: bool) -> None:
+def fill(chunks: list[Any], state: dict[str, Any], *, scales: bool, prefix: str = "") -> None:
     """Put what `load` returned into the chunks. An extra state that the checkpoint lacks stays as
     the module made it: fp8 then begins with scales of 1, as a new model does.
 
@@ -81,7 +91,7 @@ def fill(chunks: list[Any], state: dict[str, Any], *, scales: bool) -> None:
     for number, chunk in enumerate(chunks):
         content = {
             key: value
-            for key, value in state[f"model{number}"].items()
+            for key, value in state[f"{prefix}{MODEL}{number}"].items()
             if scales or not _EXTRA_STATE.fullmatch(key)
         }
         with _environment(_UNPICKLE) if scales else contextlib.nullcontext():
@@ -162,7 +172,7 @@ def load(sharded: dict[str, Any], checkpoint: Path, topology: Topology) -> dict[
 
     present = read_metadata(checkpoint).state_dict_metadata
     for name, content in sharded.items():
-        if name.startswith("model"):
+        if MODEL in name:
             for key, item in list(content.items()):
                 if (
                     isinstance(item, ShardedObject)

@@ -51,8 +51,12 @@ def replayed(run: Path, step: int, topology: Topology) -> list[Compared]:
         ("rollout.asynchrony=fully_async", "rollout.max_staleness=2"),
         ("rollout.resampling.method=aepo", "train.epochs=2"),
         (*UEC, "rollout.resampling.replay_interval=3"),
+        ("loss.kl_loss_coef=0.1", "policy.ref_update_interval=1"),
     ],
-    ids=["surplus", "one_step_off", "fully_async", "sampled_again", "trained_again"],
+    ids=[
+        *("surplus", "one_step_off", "fully_async", "sampled_again", "trained_again"),
+        "updated_reference",
+    ],
 )
 def test_every_step_is_taken_again_to_the_last_bit(way, tmp_path: Path, topology: Topology):
     run = trained(tmp_path, topology, *MANY, *way)

@@ -18,6 +18,8 @@ from megatron_stare.config import Config, TrainConfig, UserError, dump
 from megatron_stare.loop import progress as progress_module
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy.conversion import convert
+from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
 from megatron_stare.reporting.provenance import read_starts
@@ -34,6 +36,7 @@ SPREAD = "policy.use_distributed_optimizer=true"
     [
         ("policy.dtype=bf16", SPREAD),
         ("adapters.rank=2", "loss.kl_loss_coef=0.1"),
+        ("loss.kl_loss_coef=0.1", "policy.ref_update_interval=2"),
         *(
             pytest.param(kind, marks=pytest.mark.slow)
             for kind in ((), (SPREAD,), ("policy.dtype=bf16",))
@@ -468,3 +471,32 @@ def test_a_kl_term_holds_the_policy_at_its_reference(tmp_path: Path, topology: T
         "loss.kl_loss_type=k2",
     )[1]
     assert 0 < distance(held) < distance(free)
+
+
+@pytest.mark.parametrize(
+    "kind", [(), ("policy.dtype=bf16", "policy.offload_while_generating=true")]
+)
+def test_an_updated_reference_is_the_policy_of_that_step(
+    kind: tuple[str, ...], tmp_path: Path, topology: Topology
+) -> None:
+    """Directly after an update the reference gives every token the policy's own log-prob; a
+    checkpoint that holds a reference converts to the policy.
+    """
+    kl = ("loss.kl_loss_coef=0.1", "train.num_rollout=6", *kind)
+    rows, moved = {}, {}
+    for interval in (0, 2):
+        options = (f"policy.ref_update_interval={interval}", f"run.dir={tmp_path}/{interval}")
+        config = small_config(tmp_path, *kl, *options)
+        trainer = Trainer(config, topology)
+        assert trainer.run(Interrupt())
+        rows[interval] = rows_of(config)
+        moved[interval] = [abs(row["reference_kl"]) > 1e-9 for row in rows[interval]]
+    assert moved[0] == [False, True, True, True, True, True]
+    assert moved[2] == [False, True, False, True, False, True]
+    names = ("reward", "entropy", "reference_kl")
+    assert [[row[n] for n in names] for row in rows[0][:2]] == [
+        [row[n] for n in names] for row in rows[2][:2]
+    ]
+    convert.megatron_to_hf(tmp_path / "2/checkpoints/step_00000006", tmp_path / "hf", topology)
+    converted = PolicyModel(f"{tmp_path}/hf", config.policy, topology, 1.0)
+    assert converted.fingerprint() == trainer.actor.fingerprint()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,21 @@ from torch import Tensor
 from megatron_stare.policy import model_state
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints import optimizer_state
+from megatron_stare.policy.model import PolicyModel
+from megatron_stare.policy.model_state import LOOP_PREFIX, REFERENCE_PREFIX
 from megatron_stare.policy.optimizer import resume_schedule
-
-LOOP_PREFIX = "loop."
 
 
 def of_actor(actor: Actor, loop_state: dict[str, Any]) -> dict[str, Any]:
     """Everything of the actor that a checkpoint must keep, together with the loop's state. With
-    adapters: these, their settings and the fingerprint of the weights that they belong to.
+    adapters: these, their settings and the fingerprint of the weights that they belong to. With a
+    reference model that was updated: this too.
     """
     scheduler = actor.scheduler.state_dict()
     rest = {"scheduler": scheduler, "loop": _described(loop_state)}
     rest |= {"adapters": actor.described_adapters()}
-    return _sharded(actor, bool(scheduler["num_steps"])) | rest
+    reference = actor.reference if actor.reference_moved else None
+    return _sharded(actor, bool(scheduler["num_steps"]), reference) | rest
 
 
 def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
@@ -43,16 +46,21 @@ def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
         steps = common["scheduler"]["num_steps"]
         if steps:
             optimizer_state.make_room(actor.optimizer, steps)
-        keys = model_state.read_metadata(checkpoint).state_dict_metadata
-        sharded = _sharded(actor, bool(steps))
-        sharded["loop"] = _placeholders(keys, actor.topology.rank)
+        sharded = _sharded(actor, bool(steps), reference)
+        sharded["loop"] = _placeholders(stored, actor.topology.rank)
         room = {name: piece.data for name, piece in sharded.get("optimizer_state", {}).items()}
         state = model_state.load(sharded, checkpoint, actor.topology)
         for name, tensor in room.items():  # what another rank read and sent is not in place yet
             tensor.copy_(state["optimizer_state"][name])
         return state
 
-    state = model_state.or_user_error(read, checkpoint)
+    stored = model_state.read_metadata(checkpoint).state_dict_metadata
+    actor.reference_moved = any(key.startswith(REFERENCE_PREFIX) for key in stored)
+    reference = actor.reference if actor.reference_moved else None
+    with nullcontext() if reference is None else reference.on_device():
+        state = model_state.or_user_error(read, checkpoint)
+        if reference is not None:
+            model_state.fill(reference.chunks, state, scales=True, prefix=REFERENCE_PREFIX)
     model_state.fill(actor.chunks, state, scales=True)
     actor.rounded.round()  # of a run that did not
     lines = resume_schedule(actor.scheduler, state["scheduler"])
@@ -61,13 +69,16 @@ def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
     return state["loop"]
 
 
-def _sharded(actor: Actor, has_stepped: bool) -> dict[str, Any]:
-    """Model and optimizer; an optimizer that has never stepped
-    has no moments yet and is left out.
+def _sharded(actor: Actor, has_stepped: bool, reference: PolicyModel | None) -> dict[str, Any]:
+    """Model, optimizer and the reference model that was updated. An optimizer that has never
+    stepped has no moments yet and is left out.
     """
     state = model_state.sharded_weights(actor.chunks, actor.topology)
     if has_stepped:
         state["optimizer_state"] = optimizer_state.pieces(actor.optimizer, state)
+    if reference is not None:
+        chunks, prefix = reference.chunks, REFERENCE_PREFIX
+        state |= model_state.sharded_weights(chunks, actor.topology, prefix=prefix)
     return state
 
 

@@ -198,7 +198,7 @@ class CheckpointReader:
                     "correct config.json or take the checkpoint that belongs to it"
                 )
         for key, entry in self.keys.items():
-            foreign = key.startswith(("optimizer.", "chained_")) or not isinstance(
+            foreign = key.startswith(model_state.TRAINING_PREFIXES) or not isinstance(
                 entry, TensorStorageMetadata
             )
             if key not in wanted and not foreign and "_extra_state" not in key:

@@ -31,6 +31,8 @@ from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import manifest
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.conversion import convert
+from megatron_stare.policy.model import PolicyModel
+from megatron_stare.policy.model_state import read_metadata
 from megatron_stare.policy.topology import Topology
 from tests.conftest import fill
 from tests.distributed import run_distributed, start_ranks
@@ -367,9 +369,39 @@ def test_a_disk_that_is_full_for_some_steps_costs_nothing(
     assert saved(config) == ["latest", "step_00000006"]
 
 
+def sampled_ahead(rank: int, world_size: int, base: Path) -> None:
+    config = small_config(
+        base,
+        *("rollout.asynchrony=one_step_off", "rollout.max_staleness=1", "run.save_interval=1"),
+        *("loss.kl_loss_coef=0.1", "policy.ref_update_interval=1", "train.num_rollout=2"),
+    )
+    Trainer(config, topologies.start(config.policy)).run(Interrupt())
+
+
+def test_a_checkpoint_with_rollouts_and_a_reference_converts(
+    tmp_path: Path, topology: Topology
+) -> None:
+    """Several ranks write the rollouts that were sampled ahead as tensors, next to the model's."""
+    policy = small_config(tmp_path).policy
+    run_distributed(sampled_ahead, 2, tmp_path)
+    checkpoint = tmp_path / "run/checkpoints/step_00000001"
+    names = {key.split(".")[0] for key in read_metadata(checkpoint).state_dict_metadata}
+    assert {"loop", "reference", "optimizer", "decoder"} <= names
+    convert.megatron_to_hf(checkpoint, tmp_path / "hf", topology)
+    stored, converted = (
+        PolicyModel(f"{place}", policy, topology, 1.0) for place in (checkpoint, tmp_path / "hf")
+    )
+    assert converted.fingerprint() == stored.fingerprint()
+
+
 def relayout(rank: int, world_size: int, base: Path) -> list[list[dict]]:
-    """Two steps under one layout, two more under it and under each of three others."""
-    common = ("optimizer.lr_decay_iters=4", "policy.use_distributed_optimizer=true")
+    """Two steps under one layout, two more under it and under each of three others. The reference
+    model is updated after the second.
+    """
+    common = (
+        *("optimizer.lr_decay_iters=4", "policy.use_distributed_optimizer=true"),
+        *("loss.kl_loss_coef=0.1", "policy.ref_update_interval=2"),
+    )
     layouts = {
         "tensor": ("policy.tensor_model_parallel_size=2",),
         "pipeline": ("policy.pipeline_model_parallel_size=2",),
@@ -400,8 +432,9 @@ def test_another_layout_goes_on_from_the_same_checkpoint(tmp_path: Path) -> None
     for rows in found[1:]:
         assert [row["step"] for row in rows] == [1, 2, 3, 4]
         for ours, theirs in zip(rows, found[0], strict=True):
-            for name in ("loss", "grad_norm", "entropy", "reward", "weight_w"):
+            for name in ("loss", "grad_norm", "entropy", "reward", "weight_w", "reference_kl"):
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+        assert abs(rows[2]["reference_kl"]) < 1e-6 < abs(rows[3]["reference_kl"])
 
 
 def expert_runs(

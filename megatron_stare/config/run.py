@@ -48,7 +48,8 @@ class RunConfig:
     """Also keep every checkpoint whose rollout batch is a multiple of this number; 0 keeps none."""
     record: Literal["none", "replayable", "all"] = "replayable"
     """Training input that is stored for `train RUN --replay STEP`, at 9 to 13 bytes per token plus
-    the text: `replayable` keeps the steps since the oldest checkpoint, `all` keeps every step."""
+    the text: `replayable` keeps the steps since the oldest checkpoint, `all` keeps every step.
+    `none` stores nothing, and no responses of evaluations either."""
     async_save: bool = False
     """Write checkpoints in the background while training continues, from a copy in host memory."""
     logbooks: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(default_factory=list)

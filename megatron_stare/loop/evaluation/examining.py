@@ -66,7 +66,7 @@ class Examiner:
             for number, rollout in enumerate(rollouts)
         ]
         verdicts = self.judge.verdicts(samples)
-        if places:
+        if places and self.config.run.record != "none":
             file = kept.responses / f"{folder}.jsonl"
             keep = BestEffort("the responses of this evaluation cannot be read later")
             keep(lambda: _write_responses(file, one, places, rollouts, verdicts))

@@ -17,6 +17,7 @@ from megatron_stare.collect.journal import MAGIC
 from megatron_stare.config import Config, ScoringConfig, UserError, dump, load, override
 from megatron_stare.loop.evaluation.examining import answer_classes
 from megatron_stare.loop.evaluation.sets import build_sets
+from megatron_stare.reporting.problem_scores import responses_directory
 from megatron_stare.scoring.judge import Judge
 from megatron_stare.scoring.verdict import Sample
 from tests.paths import ROOT
@@ -226,7 +227,9 @@ def test_killed_and_gone_on_with(tmp_path: Path, recipe: Path) -> None:
 
 
 def test_a_greedy_evaluation(tmp_path: Path, recipe: Path, capsys) -> None:
-    """One response to each problem, the same under any seed; top_k alone still asks for four."""
+    """One response to each problem, the same under any seed; top_k alone still asks for four.
+    Responses stay to be read, unless the run records nothing.
+    """
     seeds = []
     for seed in (0, 1):
         command = ["evaluate", str(recipe), f"run.dir={tmp_path}/greedy{seed}", f"run.seed={seed}"]
@@ -237,8 +240,10 @@ def test_a_greedy_evaluation(tmp_path: Path, recipe: Path, capsys) -> None:
     assert seeds[0] == seeds[1]
     assert "4 samples of a problem would be one and the same" in capsys.readouterr().out
     arguments = ["evaluate", str(recipe), f"run.dir={tmp_path}/few", "evaluation.eval_top_k=2"]
-    assert main(arguments) == 0
+    assert main([*arguments, "run.record=none"]) == 0
     assert frames_in(tmp_path / "few") == 36 * 4
+    assert responses_directory(tmp_path / "greedy0", 0).is_dir()
+    assert not responses_directory(tmp_path / "few", 0).exists()
 
 
 def test_a_second_evaluation_samples_only_what_is_new(tmp_path: Path, recipe: Path) -> None:

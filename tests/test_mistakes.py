@@ -227,6 +227,10 @@ MISTAKES = {
     "a reference without a divergence": Mistake(
         "policy.ref_hf_checkpoint=model", "without loss.kl_loss_coef or loss.distillation_coef"
     ),
+    "a moving reference of another model": Mistake(
+        "policy.ref_update_interval=9 loss.kl_loss_coef=0.1 policy.ref_hf_checkpoint=larger",
+        "into policy.ref_hf_checkpoint=larger, another kind of model (vocab_size: 257 and 512)",
+    ),
     "a moving reference of adapters": Mistake(
         "policy.ref_update_interval=9 loss.kl_loss_coef=0.1 adapters.rank=2",
         "policy.ref_update_interval=9 is not possible with adapters.rank=2, whose reference stays",
@@ -276,6 +280,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shape = json.loads((tmp_path / "model/config.json").read_text())
     shutil.copytree(tmp_path / "model", tmp_path / "other")
     (tmp_path / "other/config.json").write_text(json.dumps(shape | {"model_type": "gemma3"}))
+    shutil.copytree(tmp_path / "model", tmp_path / "larger")
+    (tmp_path / "larger/config.json").write_text(json.dumps(shape | {"vocab_size": 512}))
     shutil.copytree(tmp_path / "model", tmp_path / "mute")
     for file in (tmp_path / "mute").glob("tokenizer*"):
         file.unlink()

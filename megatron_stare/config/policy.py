@@ -53,8 +53,8 @@ class PolicyConfig:
     ref_hf_checkpoint: str = ""
     """Model directory of the reference policy in the KL term; empty uses policy.hf_checkpoint."""
     ref_update_interval: Whole = 0
-    """Number of rollout batches after which the reference policy becomes a copy of the policy as it
-    then is, again and again; 0 keeps the reference."""
+    """Number of rollout batches between two updates of the reference policy, each of which makes it
+    a copy of the policy; 0 never updates it."""
     hf_checkpoint: str = ""
     """Model directory to start from: config.json, tokenizer and weights, either *.safetensors or
     the output of `convert`."""

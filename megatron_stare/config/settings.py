@@ -220,7 +220,7 @@ READERS = (
     Readers(["loss.kl_loss_type", "policy.ref_update_interval"], "loss.kl_loss_coef"),
     Readers(_keys("loss", "distillation_top_k reward_coef"), "loss.distillation_coef"),
     Readers(
-        _keys("policy", "ref_hf_checkpoint") + _keys("sglang", "reference_urls"),
+        ["policy.ref_hf_checkpoint", "sglang.reference_urls"],
         *("loss.reads_reference", (True,), "loss.kl_loss_coef or loss.distillation_coef"),
     ),
     Readers(_keys("mismatch", "lower upper normalize rejected accepted"), "mismatch.correction"),

@@ -64,6 +64,8 @@ def resolve(config: Config) -> Resolved:
         found(lambda: check_cache(config, hf))
     found(lambda: _check_distillation(config))
     reference = found(lambda: _reference(config))
+    if hf and reference:
+        found(lambda: _check_updates(config, hf, reference))
     found(lambda: _check_reference_servers(config))
     objective = found(lambda: objective_of(effective_loss(config)))
     judge = found(lambda: build_judge(config))
@@ -93,6 +95,24 @@ def check_ahead(config: Config) -> None:
 def _reference(config: Config) -> PretrainedConfig | None:
     place = config.reference
     return build.read_hf_config(place, "policy.ref_hf_checkpoint") if place else None
+
+
+_VOCABULARY = ("vocab_size", "tie_word_embeddings")
+
+
+def _check_updates(config: Config, hf: PretrainedConfig, reference: PretrainedConfig) -> None:
+    ours, theirs = (
+        megatron_fields(one) | {name: getattr(one, name) for name in _VOCABULARY}
+        for one in (hf, reference)
+    )
+    other = [name for name in ours if ours[name] != theirs.get(name)]
+    interval = config.policy.ref_update_interval
+    if interval and other:
+        raise UserError(
+            f"policy.ref_update_interval={interval} copies the policy into "
+            f"policy.ref_hf_checkpoint={config.reference}, another kind of model ({other[0]}: "
+            f"{ours[other[0]]} and {theirs.get(other[0])}); choose one like the policy"
+        )
 
 
 def _check_reference_servers(config: Config) -> None:

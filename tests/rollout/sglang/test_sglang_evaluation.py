@@ -23,6 +23,16 @@ pytestmark = pytest.mark.sglang
 GREEDY = ("evaluation.per_set.held.temperature=0", "evaluation.per_set.held.n_samples=2")
 
 
+def on(proxy: Proxy) -> tuple[str, ...]:
+    """Settings of a run on the server after the proxy."""
+    return (
+        "rollout.engine=sglang",
+        f"sglang.urls=[{proxy.url}]",
+        "sglang.sync_method=tensor",
+        VERIFY,
+    )
+
+
 def evaluated(
     directory: Path, checkpoint: Path, *settings: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -46,15 +56,9 @@ def test_a_server_evaluates_as_the_embedded_engine_does(
 ):
     embedded = evaluated(tmp_path / "embedded", checkpoint)
     assert 0 < embedded[0]["eval/held/avg_at_k"] < 1
-    on_server = (
-        "rollout.engine=sglang",
-        f"sglang.urls=[{proxy.url}]",
-        "sglang.sync_method=tensor",
-        VERIFY,
-    )
-    assert evaluated(tmp_path / "served", checkpoint, *on_server) == embedded
+    assert evaluated(tmp_path / "served", checkpoint, *on(proxy)) == embedded
     assert proxy.seen["/generate"] == 36
-    assert evaluated(tmp_path / "served", checkpoint, *on_server) == embedded
+    assert evaluated(tmp_path / "served", checkpoint, *on(proxy)) == embedded
     assert proxy.seen["/generate"] == 36, "finished rollouts are read, not sampled again"
 
 
@@ -62,15 +66,24 @@ def test_a_server_samples_from_the_candidates_that_top_k_leaves(
     proxy: Proxy, checkpoint: Path, tmp_path: Path
 ):
     """Of one candidate there is one response, however hot; of two there are more."""
-    settings = (
-        "rollout.engine=sglang",
-        f"sglang.urls=[{proxy.url}]",
-        "sglang.sync_method=tensor",
-        "evaluation.per_set.held.temperature=2",
-        VERIFY,
-    )
+    settings = (*on(proxy), "evaluation.per_set.held.temperature=2")
     one = evaluated(tmp_path / "one", checkpoint, *settings, "evaluation.eval_top_k=1")
     embedded = evaluated(tmp_path / "embedded", checkpoint)
     assert one == embedded
     two = evaluated(tmp_path / "two", checkpoint, *settings, "evaluation.eval_top_k=2")
     assert two[0]["eval/held/k"] == 2 and two[1] != one[1]
+
+
+def test_a_stop_string_ends_responses_of_both_engines_at_the_same_place(
+    proxy: Proxy, checkpoint: Path, tmp_path: Path
+):
+    """The reward counts the bytes of a response, so the text of the stop must be in both."""
+    free = evaluated(tmp_path / "free", checkpoint)
+    files = (tmp_path / "free/evaluation/responses").rglob("*.jsonl")
+    texts = [json.loads(line)["response"] for file in files for line in file.open()]
+    inner = "".join(text[1:-1] for text in texts)  # so that it ends a response early
+    stop = max(filter(str.isascii, sorted(set(inner))), key=inner.count)
+    setting = f"rollout.stop=[{json.dumps(stop)}]"
+    embedded = evaluated(tmp_path / "embedded", checkpoint, setting)
+    assert embedded[0]["eval/held/response_length"] < free[0]["eval/held/response_length"]
+    assert evaluated(tmp_path / "served", checkpoint, *on(proxy), setting) == embedded

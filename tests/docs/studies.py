@@ -16,7 +16,7 @@ STUDIES = {
         )
         for words in ("smollm2_135m train.num_rollout=150", "smollm2_135m_lcm")
     },
-    f".venv/bin/{PYTHON} compare smollm2_135m --losses grpo_ds,stare --seeds 0,1 "
+    f".venv/bin/{PYTHON} compare smollm2_135m --losses grpo_ds,stare --seeds 0,1,2 "
     "train.num_rollout=200 run.keep_every=50": Elsewhere(
         "tests/recipes/test_smollm2.py::test_both_arms_train_from_one_cold_start"
     ),
@@ -38,13 +38,16 @@ STUDIES = {
             "runs/smollm2_135m_lcm/seed0",
             "runs/smollm2_135m_losses/seed0",
             "runs/smollm2_135m_losses/seed1",
+            "runs/smollm2_135m_losses/seed2",
         )
     },
     ".venv/bin/python benchmarks/paired.py "
     "--first runs/smollm2_135m_losses/seed0/grpo_ds/problems_1.jsonl "
     "runs/smollm2_135m_losses/seed1/grpo_ds/problems_1.jsonl "
+    "runs/smollm2_135m_losses/seed2/grpo_ds/problems_1.jsonl "
     "--second runs/smollm2_135m_losses/seed0/stare/problems_1.jsonl "
-    "runs/smollm2_135m_losses/seed1/stare/problems_1.jsonl": Run(needs=(UNPACK,)),
+    "runs/smollm2_135m_losses/seed1/stare/problems_1.jsonl "
+    "runs/smollm2_135m_losses/seed2/stare/problems_1.jsonl": Run(needs=(UNPACK,)),
     f".venv/bin/{PYTHON} report runs/smollm2_135m_lcm": Run(needs=(UNPACK,)),
     f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_lora --losses "
     "grpo_ds,grpo_ds_rank1,grpo_ds_rank8,grpo_ds_rank32,grpo_ds_rank8_1x,stare,stare_rank1,"

@@ -292,11 +292,12 @@ def test_a_run_may_change_its_way_of_sampling(
         "rounds": ("rollout.over_sampling_batch_size=7", "rollout.dynamic_sampling=true"),
         "stream": ("rollout.asynchrony=fully_async",),
     }
-    plain = ("rollout.max_staleness=2", *ways[other], "rollout.resampling.method=none")
+    shared = [item for item in UEC if not item.startswith("rollout.resampling")]
+    plain = (*shared, "rollout.max_staleness=2", *ways[other])
     steps = [(*UEC,), plain] if other == "stream" else [(*UEC,), plain, (*UEC,)]
     for number, options in enumerate(steps):
         last = f"train.num_rollout={4 * (number + 1)}"
-        run = Trainer(small_config(tmp_path, *UEC, *options, last, "run.save_interval=4"), topology)
+        run = Trainer(small_config(tmp_path, *options, last, "run.save_interval=4"), topology)
         load, sizes = run.collector.load_state, []
 
         def loading(state: dict[str, Any], load: Any = load, sizes: Any = sizes) -> None:

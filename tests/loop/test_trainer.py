@@ -493,10 +493,7 @@ def test_an_updated_reference_is_the_policy_of_that_step(
         moved[interval] = [abs(row["reference_kl"]) > 1e-9 for row in rows[interval]]
     assert moved[0] == [False, True, True, True, True, True]
     assert moved[2] == [False, True, False, True, False, True]
-    names = ("reward", "entropy", "reference_kl")
-    assert [[row[n] for n in names] for row in rows[0][:2]] == [
-        [row[n] for n in names] for row in rows[2][:2]
-    ]
+    assert rows[0][:2] == rows[2][:2]
     convert.megatron_to_hf(tmp_path / "2/checkpoints/step_00000006", tmp_path / "hf", topology)
     converted = PolicyModel(f"{tmp_path}/hf", config.policy, topology, 1.0)
     assert converted.fingerprint() == trainer.actor.fingerprint()

@@ -163,13 +163,11 @@ def test_a_reference_model_is_another_pass() -> None:
     urls = "sglang.reference_urls=[http://there:1]"
     served = planned("short_cot_7b", "loss.kl_loss_coef=0.01", urls)
     assert served.training == plain.training and served.worst == plain.worst
-    exact = planned("short_cot_7b", "loss.kl_loss_coef=0.01", "loss.distillation_top_k=16")
+    distilled = ("short_cot_7b", "loss.distillation_coef=1", "rollout.dynamic_sampling=false")
+    exact = planned(*distilled, "loss.distillation_top_k=16")
     logits = WHOLE_LOGIT * exact.config.policy.max_tokens_per_gpu * exact.shape.vocabulary
     assert logits < exact.worst.head < 1.2 * logits, "a loss that reads them has them whole"
-    larger = planned(
-        *("short_cot_7b", "loss.distillation_coef=1", "rollout.dynamic_sampling=false"),
-        "policy.ref_hf_checkpoint=Qwen2.5-14B-Instruct",
-    )
+    larger = planned(*distilled, "policy.ref_hf_checkpoint=Qwen2.5-14B-Instruct")
     assert larger.training.model_operations > 1.1 * reference.training.model_operations
     assert larger.worst.parameters > 1.3 * reference.worst.parameters
 

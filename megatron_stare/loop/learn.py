@@ -86,6 +86,7 @@ class Learner:
 
         If `interrupted`, no update is made. If a statistic or the gradient is not finite, that
         update and the step's later ones are not made; the error names the first such rollout.
+        policy.ref_update_interval counts every step but an interrupted one.
         """
         try:
             prepared = self.preparer.prepare(groups, version, signal, watch, self._on_mismatch)

@@ -97,12 +97,12 @@ def _reference(config: Config) -> PretrainedConfig | None:
     return build.read_hf_config(place, "policy.ref_hf_checkpoint") if place else None
 
 
-_VOCABULARY = ("vocab_size", "tie_word_embeddings")
+_EMBEDDINGS = ("vocab_size", "tie_word_embeddings")
 
 
 def _check_updates(config: Config, hf: PretrainedConfig, reference: PretrainedConfig) -> None:
     ours, theirs = (
-        megatron_fields(one) | {name: getattr(one, name) for name in _VOCABULARY}
+        megatron_fields(one) | {name: getattr(one, name) for name in _EMBEDDINGS}
         for one in (hf, reference)
     )
     other = [name for name in ours if ours[name] != theirs.get(name)]

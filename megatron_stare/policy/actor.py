@@ -16,7 +16,7 @@ from megatron_stare.policy import layout
 from megatron_stare.policy.head import HeadContext, HeadOutput
 from megatron_stare.policy.huggingface.fp8_weights import RoundedWeights
 from megatron_stare.policy.model import PolicyModel
-from megatron_stare.policy.model_state import MODEL, fill
+from megatron_stare.policy.model_state import copy_weights
 from megatron_stare.policy.optimizer import (
     build_optimizer,
     build_scheduler,
@@ -74,8 +74,7 @@ class Actor(PolicyModel):
     def update_reference(self) -> None:
         """The reference model gets the weights that the policy has now."""
         assert self.reference is not None, "the loss reads one"
-        state = {f"{MODEL}{place}": each.state_dict() for place, each in enumerate(self.chunks)}
-        fill(self.reference.chunks, state, scales=True)
+        copy_weights(self.chunks, self.reference.chunks)
         self.reference_moved = True
 
     def make_room(self) -> None:

@@ -18,7 +18,7 @@ from megatron_stare.config import UserError
 from megatron_stare.policy.topology import Topology
 
 # TransformerEngine's state other than weights (fp8 scales); that of grouped experts is numbered.
-MODEL = "model"  # and its number: a chunk's part of the state
+_MODEL = "model"  # and its number: a chunk's part of the state
 # What names of tensors begin with that a run's checkpoint holds besides the model.
 LOOP_PREFIX, REFERENCE_PREFIX = "loop.", "reference."
 TRAINING_PREFIXES = ("optimizer.", "chained_", LOOP_PREFIX, REFERENCE_PREFIX)
@@ -57,7 +57,7 @@ def sharded_weights(
         if hasattr(chunk, "adapters"):
             content = {name: item for name, item in content.items() if _is_adapter(name)}
         add_prefix_for_sharding(content, prefix)
-        found[f"{prefix}{MODEL}{number}"] = content
+        found[f"{prefix}{_MODEL}{number}"] = content
     return found
 
 
@@ -91,7 +91,7 @@ def fill(chunks: list[Any], state: dict[str, Any], *, scales: bool, prefix: str 
     for number, chunk in enumerate(chunks):
         content = {
             key: value
-            for key, value in state[f"{prefix}{MODEL}{number}"].items()
+            for key, value in state[f"{prefix}{_MODEL}{number}"].items()
             if scales or not _EXTRA_STATE.fullmatch(key)
         }
         with _environment(_UNPICKLE) if scales else contextlib.nullcontext():
@@ -106,6 +106,12 @@ def fill(chunks: list[Any], state: dict[str, Any], *, scales: bool, prefix: str 
             raise RuntimeError(
                 f"no weights for {', '.join(lost)}: a defect of policy/model_state.py"
             )
+
+
+def copy_weights(source: list[Any], target: list[Any]) -> None:
+    """Put the weights and fp8 scales of chunks into those of a second copy of their model."""
+    state = {f"{_MODEL}{number}": chunk.state_dict() for number, chunk in enumerate(source)}
+    fill(target, state, scales=True)
 
 
 @contextlib.contextmanager
@@ -172,7 +178,7 @@ def load(sharded: dict[str, Any], checkpoint: Path, topology: Topology) -> dict[
 
     present = read_metadata(checkpoint).state_dict_metadata
     for name, content in sharded.items():
-        if MODEL in name:
+        if name.removeprefix(REFERENCE_PREFIX).startswith(_MODEL):
             for key, item in list(content.items()):
                 if (
                     isinstance(item, ShardedObject)

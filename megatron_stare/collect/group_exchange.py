@@ -75,11 +75,12 @@ def concatenated(part: Tensor, topology: Topology) -> Tensor | ShardedBytes:
 def _meta_row(group: Group) -> list[Any]:
     """What every rank knows of a group, as plain values."""
     rollouts = [[getattr(rollout, name) for name in _FIELDS] for rollout in group.rollouts]
-    return [group.prompt.index, group.prompt_length, rollouts]
+    return [group.prompt.index, group.prompt_length, group.prompt_key, rollouts]
 
 
 def _meta_group(row: list[Any], holder: int) -> Group:
     """The group of `_meta_row`; rank `holder` has its tokens."""
-    index, prompt_length, rollouts = row
+    index, prompt_length, prompt_key, rollouts = row
     metas = tuple(RolloutMeta(**dict(zip(_FIELDS, values, strict=True))) for values in rollouts)
-    return Group(Prompt(index, numpy.zeros(0, numpy.int32), label=""), metas, holder, prompt_length)
+    prompt = Prompt(index, numpy.zeros(0, numpy.int32), label="")
+    return Group(prompt, metas, holder, prompt_length, prompt_key)

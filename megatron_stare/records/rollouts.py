@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy
 
+from megatron_stare.system import digest
+
 Status = Literal["completed", "truncated", "aborted"]
 
 
@@ -320,18 +322,25 @@ class Group:
     """The rollouts of one prompt: the unit over which advantages are normalised and signal judged.
 
     On a rank that does not hold the group, `rollouts` are RolloutMeta without tokens, and `prompt`
-    has only its index.
+    has only its index; the length and the key of the prompt are fields of the group.
     """
 
     prompt: Prompt
     rollouts: tuple[RolloutMeta, ...]
     holder: int = EVERY_RANK  # the rank that has the tokens; EVERY_RANK: all ranks
     remote_prompt_length: int = 0  # tokens of the prompt, where this rank does not hold it
+    remote_prompt_key: str = ""
 
     @property
     def prompt_length(self) -> int:
         """Tokens of the prompt."""
         return len(self.prompt.token_ids) or self.remote_prompt_length
+
+    @property
+    def prompt_key(self) -> str:
+        """Hash of the prompt's tokens and label: the same in every epoch, and on every rank."""
+        label = self.prompt.label.encode("utf-8", "replace")
+        return self.remote_prompt_key or digest(self.prompt.token_ids.tobytes() + label, 32)
 
     @property
     def oldest_version(self) -> int:

@@ -15,8 +15,7 @@ import torch
 
 from megatron_stare.config import ScoringConfig, UserError
 from megatron_stare.numerics.advantages import Estimator, Outcomes, find_estimator
-from megatron_stare.records import Group, Prompt, RolloutMeta
-from megatron_stare.system import digest
+from megatron_stare.records import Group, RolloutMeta
 
 SHARED = {"normalize_by_std"}  # settings of estimators that are fields of their own
 
@@ -48,8 +47,8 @@ def is_kept(group: Group, metric: str) -> bool:
 
 class PromptHistory:
     """Of each prompt: visits so far, and mean and standard deviation of their rewards. Only an
-    estimator that remembers adds to it. A prompt is known by its tokens and label, so that it is
-    the same in every epoch. `rows` is replaced and never changed: a checkpoint may hold it.
+    estimator that remembers adds to it. `rows` has a row for each Group.prompt_key; it is replaced
+    and never changed: a checkpoint may hold it.
     """
 
     def __init__(self, rows: Mapping[str, Sequence[float]] | None = None) -> None:
@@ -61,9 +60,9 @@ class PromptHistory:
         """As it is now."""
         return PromptHistory(self.rows)
 
-    def earlier(self, prompt: Prompt) -> tuple[float, ...]:
+    def earlier(self, key: str) -> tuple[float, ...]:
         """Visits, mean, standard deviation."""
-        return self.rows.get(_name(prompt), (0.0, 0.0, 0.0))
+        return self.rows.get(key, (0.0, 0.0, 0.0))
 
 
 def _remembered(
@@ -74,17 +73,13 @@ def _remembered(
     """
     found, visited = [], PromptHistory(history.rows)
     for number, pairs in itertools.groupby(known, key=lambda pair: pair[0]):
-        alone, prompt = _outcomes(list(pairs)), groups[number].prompt
-        row_3 = torch.tensor(visited.earlier(prompt), dtype=torch.float64)
+        alone, key = _outcomes(list(pairs)), groups[number].prompt_key
+        row_3 = torch.tensor(visited.earlier(key), dtype=torch.float64)
         alone = dataclasses.replace(alone, earlier_B3=row_3.expand(len(alone.reward_B), 3))
-        visited.rows[_name(prompt)] = tuple(alone.visits_B3[0].tolist())
+        visited.rows[key] = tuple(alone.visits_B3[0].tolist())
         found.append(row_3.expand(len(alone.reward_B), 3))
     history.rows = visited.rows
     return torch.cat([torch.zeros(0, 3, dtype=torch.float64), *found])
-
-
-def _name(prompt: Prompt) -> str:
-    return digest(prompt.token_ids.tobytes() + prompt.label.encode("utf-8", "replace"), 32)
 
 
 def with_advantages(

@@ -28,7 +28,8 @@ WORLD, BUCKET, HIDDEN = 4, 1000, 16
 TP, PP, CP = (
     f"policy.{name}_parallel_size=2" for name in ("tensor_model", "pipeline_model", "context")
 )
-LAYOUTS = {"DP4": (), "TP2": (TP,), "CP2": (CP, TP), "PP2": (PP,)}
+# DCPO remembers the rewards of each prompt.
+LAYOUTS = {"DP4": ("scoring.advantage=dcpo",), "TP2": (TP,), "CP2": (CP, TP), "PP2": (PP,)}
 # Which rank holds group n: in turn, all on rank 0, or on the last two.
 HOLDERS = {"in turn": lambda n: n % 4, "rank 0": lambda n: 0, "the last": lambda n: 2 + n % 2}
 

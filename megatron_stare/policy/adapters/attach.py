@@ -240,12 +240,13 @@ def _whole(parameter: Any, group: dist.ProcessGroup) -> Tensor:
 def merge_metrics(chunks: list[Any], topology: Topology) -> dict[str, float]:
     """What the rounding of merged weights did in the last export: adapters/moved_entries, the
     share of the adapted weights' entries that differ from the base, and adapters/merge_error, the
-    norm of what rounding changes relative to the norm of the adapters' update. Collective.
+    norm of what rounding changes relative to the norm of the adapters' update. Each entry counts
+    once, however many ranks hold it. Collective.
     """
     every = adapters_of(chunks)
     counts = torch.zeros(4, dtype=torch.float64)
     for each in every:
-        counts += sum((tally.cpu() for tally in each.tally), torch.zeros_like(counts))
+        counts += sum((tally.cpu() for tally in each.tally), torch.zeros_like(counts)) / each.copies
         each.tally.clear()
     moved, entries, lost, change = map(sum, zip(*topology.gather(counts.tolist()), strict=True))
     if not entries:

@@ -64,6 +64,10 @@ class LowRank(nn.Module):
         self.sequence_parallel = sequence_parallel and not self.of_one_expert
         self.group = topology.expert_tensor if self.of_one_expert else topology.tensor
         self.replicas = topology.groups.expt_dp if self.of_one_expert else topology.data
+        same = topology.groups.expt_dp if is_expert else topology.data
+        is_split = is_expert or self.is_column or self.is_row
+        # Ranks that hold this rank's part of the layer's weight.
+        self.copies = dist.get_world_size(same) * (1 if is_split else topology.tensor_size)
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         self.widths: dict[str, int] = {}
         self.tally: list[Tensor] = []

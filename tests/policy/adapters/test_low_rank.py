@@ -16,7 +16,7 @@ from megatron_stare.config import AdaptersConfig, Config, LossConfig, PolicyConf
 from megatron_stare.losses import find_objective
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
-from megatron_stare.policy.adapters.attach import attach, merge_metrics
+from megatron_stare.policy.adapters.attach import adapters_of, attach, merge_metrics
 from megatron_stare.policy.adapters.peft_files import projections
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
@@ -177,6 +177,12 @@ def two_updates(directory: str, options: tuple[str, ...]) -> dict[str, Any]:
         after = actor.score(actor.pack(rounds_of_groups(), 0))
     weights = {name: tensor.clone() for name, tensor in actor.weights()}
     del actor.base_fingerprint
+    merge = merge_metrics(actor.chunks, topology)
+    with torch.no_grad():  # only one of a layer's matrices differs from its base
+        for each in adapters_of(actor.chunks):
+            for b in each.lora_B.values() if "o_proj" not in each.lora_A else ():
+                b.zero_()
+    assert dict(actor.weights())
     return {
         "metrics": metrics,
         "weights": weights,
@@ -185,7 +191,8 @@ def two_updates(directory: str, options: tuple[str, ...]) -> dict[str, Any]:
         "trainable": sum(
             p.numel() for c in actor.chunks for p in c.parameters() if p.requires_grad
         ),
-        "merge": merge_metrics(actor.chunks, topology),
+        "merge": merge,
+        "share": merge_metrics(actor.chunks, topology)["adapters/moved_entries"],
     }
 
 
@@ -234,6 +241,7 @@ def test_a_layout_trains_what_one_rank_trains(name: str, runs: dict[str, Any]) -
             assert own["grad_norm"] > 0
         for weight, tensor in rank["weights"].items():
             torch.testing.assert_close(tensor, one["weights"][weight], rtol=2e-5, atol=2e-6)
+        assert rank["share"] == pytest.approx(one["share"], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ALL)

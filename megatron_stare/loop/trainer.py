@@ -18,6 +18,11 @@ from megatron_stare.policy.huggingface.shape import shape_of
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.heartbeat import phase
 from megatron_stare.reporting.problem_scores import start_key
+from megatron_stare.system import return_memory
+
+# Steps. The allocator keeps freed blocks that it cannot use again: a trainer of SmolLM2-135M grew
+# by 2 GB in 45 steps, and by as much in an evaluation.
+RETURN_INTERVAL = 10
 
 
 class Trainer:
@@ -60,6 +65,8 @@ class Trainer:
                     break
                 write(metrics)
                 self.saved.save_due()
+                if self.step % RETURN_INTERVAL == 0:
+                    return_memory()
             self.saved.save_last()
         return self.progress.end(self.config, printed=first)
 

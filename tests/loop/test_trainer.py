@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import signal
@@ -16,6 +17,7 @@ from megatron_stare.__main__ import main
 from megatron_stare.collect import rollout_buffer
 from megatron_stare.config import Config, TrainConfig, UserError, dump
 from megatron_stare.loop import progress as progress_module
+from megatron_stare.loop import trainer as trainer_module
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.conversion import convert
@@ -29,6 +31,7 @@ from tests.small_run import rows_of, small_config
 from tests.tiny_models import tiny_config, write_checkpoint
 
 SPREAD = "policy.use_distributed_optimizer=true"
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -37,10 +40,7 @@ SPREAD = "policy.use_distributed_optimizer=true"
         ("policy.dtype=bf16", SPREAD),
         ("adapters.rank=2", "loss.kl_loss_coef=0.1"),
         ("loss.kl_loss_coef=0.1", "policy.ref_update_interval=2"),
-        *(
-            pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ((), (SPREAD,), ("policy.dtype=bf16",))
-        ),
+        *(slow(()), slow((SPREAD,)), slow(("policy.dtype=bf16",))),
     ],
     ids=str,
 )
@@ -51,9 +51,8 @@ def test_a_run_stopped_and_resumed_repeats_the_uninterrupted_one(
     whole = small_config(tmp_path, "train.num_rollout=6", f"run.dir={tmp_path}/whole", *common)
     assert Trainer(whole, topology).run(Interrupt())
     options = (f"run.dir={tmp_path}/parts", *common)
-    assert Trainer(small_config(tmp_path, "train.num_rollout=2", *options), topology).run(
-        Interrupt()
-    )
+    first = small_config(tmp_path, "train.num_rollout=2", *options)
+    assert Trainer(first, topology).run(Interrupt())
     resumed = Trainer(small_config(tmp_path, "train.num_rollout=6", *options), topology)
     assert resumed.run(Interrupt())
     assert rows_of(resumed.config) == rows_of(whole)
@@ -62,6 +61,17 @@ def test_a_run_stopped_and_resumed_repeats_the_uninterrupted_one(
     assert rows_of(whole)[-1]["weight_w"] > rows_of(whole)[0]["weight_w"], (
         "the adaptive weight must carry over"
     )
+
+
+def test_memory_goes_back_to_the_system_every_few_steps(
+    tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = list[int]()
+    monkeypatch.setattr(trainer_module, "RETURN_INTERVAL", 2)
+    monkeypatch.setattr(trainer_module, "return_memory", lambda: steps.append(run.step))
+    run = Trainer(small_config(tmp_path, "train.num_rollout=5"), topology)
+    assert run.run(Interrupt())
+    assert steps == [2, 4]
 
 
 def wait_for_step(config: Config, step: int, child: Command) -> None:
@@ -90,16 +100,7 @@ def test_kill_nine_in_the_middle_loses_and_doubles_nothing(
     assert rows_of(killed) == rows_of(whole)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        *(
-            pytest.param(number, marks=pytest.mark.slow)
-            for number in (signal.SIGUSR1, signal.SIGINT)
-        ),
-    ],
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGUSR1), slow(signal.SIGINT)])
 def test_a_signal_saves_and_the_same_command_goes_on(
     tmp_path: Path, number: signal.Signals
 ) -> None:

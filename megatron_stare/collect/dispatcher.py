@@ -53,8 +53,8 @@ class PromptDispatcher:
         self.step, self.limit, self.kept = 0, 0, 0
         self.gathers = config.rollout.long_tail == "gather"
         self.is_long_round = False
-        # Prompts by index: to be started, of an earlier attempt or a second time; started, and
-        # their groups are not there; of these, those that wait for a long round.
+        # Prompts by index: those to start, of an earlier attempt or a second time; those started
+        # whose groups are not finished; of these, those that wait for a long round.
         self._unstarted: list[int] = []
         self._begun: set[int] = set()
         self._held: set[int] = set()

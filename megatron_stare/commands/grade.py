@@ -1,4 +1,4 @@
-"""`grade`: judge responses that are there already, to check a verifier on one's own outputs.
+"""`grade`: judge existing responses, to check a verifier on one's own outputs.
 
 Rows are {"response": str, "label": str} (or verl's reward_model.ground_truth; optionally metadata
 or extra_info, and prompt); each is written back, in order, with `reward`, `verdict` and

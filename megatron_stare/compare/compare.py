@@ -173,7 +173,7 @@ def _prepare_seed(
 
 
 def _check_ahead(config: Config, names: list[str], directory: Path) -> None:
-    """UserError for whatever the arms that have not begun name and is not there."""
+    """UserError: an arm that has not begun names a file, model or function that does not exist."""
     faults: dict[str, list[str]] = {}
     for arm in names:
         try:

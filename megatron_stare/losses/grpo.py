@@ -32,7 +32,7 @@ def dual_clipped(loss: Tensor, advantage: Tensor, bound: float) -> Tensor:
 
 
 def pessimistic(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)), per token, whatever the ratio is of."""
+    """max(-A r, -A clip(r, 1 - low, 1 + high)) per token, for a ratio of tokens or sequences."""
     return torch.maximum(-advantage * ratio, -advantage * torch.clamp(ratio, 1.0 - low, 1.0 + high))
 
 

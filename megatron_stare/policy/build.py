@@ -1,6 +1,6 @@
 """From a Hugging Face config to a Megatron GPTModel: the one place that knows the model class.
 
-The families are tables (huggingface/families.py). Whatever in a config this model would not
+The families are tables (huggingface/families.py). A field of a config that this model would not
 reproduce is refused by name, never ignored.
 """
 

@@ -116,8 +116,8 @@ def copy_weights(source: list[Any], target: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _environment(name: str) -> Iterator[None]:
-    """A variable of the environment at 1: TransformerEngine asks one whether it may unpickle an
-    extra state, torch.load one whether it may unpickle nothing but data, whatever its caller asks.
+    """A variable of the environment at 1. TransformerEngine reads one of them before it unpickles
+    an extra state. Another one limits torch.load to plain data, even if its caller allows objects.
     """
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -150,7 +150,7 @@ def read_metadata(directory: Path) -> Metadata:
             found = _MetadataUnpickler(file).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError(f"it holds an object of type {type(found).__name__}")
-    except Exception as error:  # a pickle: whatever damage does to it
+    except Exception as error:  # a damaged pickle may raise anything
         raise UserError(
             f"{directory}/.metadata is damaged ({type(error).__name__}: {error}); restore it"
         ) from None
@@ -191,8 +191,8 @@ def load(sharded: dict[str, Any], checkpoint: Path, topology: Topology) -> dict[
 
 
 def or_user_error(read: Callable[[], dict[str, Any]], checkpoint: Path) -> dict[str, Any]:
-    """What `read` returns, with no pickle but of data; UserError naming the checkpoint for whatever
-    Megatron or torch raise over a bad one.
+    """What `read` returns, with no pickle but of data. UserError: Megatron or torch cannot read the
+    checkpoint, which the message names.
     """
     from megatron.core.dist_checkpointing.core import CheckpointingException
 

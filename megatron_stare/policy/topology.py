@@ -25,9 +25,9 @@ from megatron_stare.policy import runtime
 from megatron_stare.system import unseen_gpus
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
-# Of the world and of all groups that Megatron splits off it. Whatever lies in host memory, pickled
-# objects and barriers go by gloo: a rank that waits in NCCL keeps multiprocessors busy that
-# servers on its GPU need.
+# Of the world and of all groups that Megatron splits off it. Tensors in host memory, pickled
+# objects and barriers use gloo: a rank that waits in NCCL occupies multiprocessors that the servers
+# on its GPU need.
 BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
 
 Node = tuple[str, str]  # host name and torchrun's number of the node
@@ -177,7 +177,7 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
 
 @contextmanager
 def imagined(config: PolicyConfig, rank: int, world_size: int) -> Iterator[Topology]:
-    """This process as one rank of a world that is not there: groups have sizes and ranks, and what
+    """This process as one rank of an imagined world: groups have sizes and ranks, and what
     is sent over them goes nowhere. For models without storage, and for sizes in memory. UserError
     as of `start`.
     """

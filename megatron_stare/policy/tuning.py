@@ -25,7 +25,7 @@ DEFAULT_FP8_RECIPE = "tensorwise"
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU and the libraries that are there for it; on a CPU everything is absent.
+    """A GPU and the installed libraries for it; on a CPU everything is absent.
 
     `transformer_engine` is its version, empty where there is none. `weight_gradients`: NVIDIA's
     apex, built with its CUDA extensions, is recognised by the one that Megatron uses; the package
@@ -151,8 +151,8 @@ SWITCHES: dict[str, Switch] = {
 
 
 def resolved_switches(situation: Situation) -> TuningConfig:
-    """policy.tuning with every switch decided. UserError: one is asked for that cannot be, or a
-    module is to be computed again that is not there.
+    """policy.tuning with every switch decided. UserError: a switch that cannot be on is on, or
+    policy.recompute_modules names a module that the model does not have.
     """
     _check_recomputation(situation)
     asked = situation.policy.tuning

@@ -35,8 +35,8 @@ class RoutingShape:
     def encoded(self, choices_PLK: numpy.ndarray) -> numpy.ndarray:
         """Choices of P positions, as a rollout's `routing`.
 
-        ValueError: they are not of this shape, name an expert that is not there, or one twice where
-        a token has several: what a server answers that has not kept them.
+        ValueError: they are not of this shape, or name an unknown expert, or one expert twice for a
+        token. A server that has not kept its choices gives such an answer.
         """
         wanted = (len(choices_PLK), len(self.layers), self.top_k)
         if choices_PLK.shape != wanted:

@@ -210,7 +210,9 @@ def read(directory: Path, step: int) -> Diagnostics:
             )
         made: Diagnostics = _built(Diagnostics, tree)
     except FileNotFoundError:
-        raise UserError(f"{path} is not there; diagnostics.interval says which steps are") from None
+        raise UserError(
+            f"{path} does not exist; diagnostics.interval says which steps have one"
+        ) from None
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}: torn or no diagnostics ({type(error).__name__}: {error}); remove it"

@@ -191,7 +191,7 @@ class Logbook:
             _warn(tracker, "gets nothing", error)
 
     def _copy(self, tracker: Tracker, row: Row) -> None:
-        """A tracker that fails, for whatever reason, is dropped; the run continues."""
+        """A tracker that fails, for any reason, is dropped; the run continues."""
         try:
             tracker.write(row)
         except Exception as error:

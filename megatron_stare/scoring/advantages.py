@@ -69,7 +69,7 @@ def _remembered(
     known: Sequence[tuple[int, RolloutMeta]], groups: Sequence[Group], history: PromptHistory
 ) -> torch.Tensor:
     """[B, 3]: the earlier visits to each rollout's prompt. The history takes this batch's, in
-    order: a prompt that is there twice has its first group as an earlier visit.
+    order: a prompt that occurs twice has its first group as an earlier visit.
     """
     found, visited = [], PromptHistory(history.rows)
     for number, pairs in itertools.groupby(known, key=lambda pair: pair[0]):

@@ -48,7 +48,7 @@ def model_of(day: Day) -> Path:
 
 def random_model(day: Day, folder: str, shape: str, changes: Mapping[str, Any] = EMPTY) -> Path:
     """A checkpoint of a model's shape with random weights, and a tokenizer of bytes: bf16, drawn on
-    the GPU if there is one; or fp32 with `changes`. One that is there is kept.
+    the GPU if there is one; or fp32 with `changes`. An existing one is kept.
     """
     directory = day.path / "models" / folder
     if (directory / "tokenizer_config.json").is_file():

@@ -1,4 +1,4 @@
-"""K4: one rank of every recipe in a world that is not there: its peak of memory, and the seconds of
+"""K4: one rank of every recipe in an imagined world: its peak of memory, and the seconds of
 its own work, against the plan.
 
 The rank holds its own shards with random weights and takes two steps on micro-batches that are full

@@ -64,7 +64,9 @@ def _node(day: Day) -> Iterator[Measurement]:
     """Slurm's health check of a node, where the checkout has it; each of its lines is a fault."""
     root = checkout()
     if root is None or not tool("bash"):
-        yield Measurement("node", "not checked: slurm/health_check.sh is not there", "", "", "WARN")
+        yield Measurement(
+            "node", "not checked: slurm/health_check.sh does not exist", "", "", "WARN"
+        )
         return
     python = Path(sys.executable)
     environment = os.environ | {

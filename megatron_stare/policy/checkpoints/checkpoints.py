@@ -42,8 +42,8 @@ class CheckpointDirectory:
         None where the run has none yet.
 
         `load`: 'latest'; 'latest-good', the newest without damage; or the name of one, like
-        step_00000050. To `claim` it sets whatever is newer aside under another name: nothing is
-        removed or written over.
+        step_00000050. To `claim` it gives newer checkpoints another name: nothing is removed or
+        written over.
         UserError: it is damaged or missing, naming the file.
         """
         newest_first = self._names()
@@ -157,8 +157,8 @@ class Checkpoints(CheckpointDirectory):
         return interval > 0 and step % interval == 0
 
     def save_last(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """What a run must leave behind to continue from; nothing before its first step. UserError:
-        it could not be written.
+        """Save the step from which the run can continue, unless it is saved already; nothing before
+        the first step. UserError: it could not be written.
         """
         self.finish()
         if step and self.saved != step:

@@ -80,7 +80,7 @@ def megatron_to_hf(
     base: Path | None = None,
 ) -> None:
     """Write the HF directory `target` of the distributed checkpoint `source`,
-    saved under whatever layout. Adapters are merged into their base (conversion/merging.py).
+    saved under any layout. Adapters are merged into their base (conversion/merging.py).
 
     Files, their order and their names are those of the directory that the checkpoint came from,
     where it knows them. `dtype`, `advance`, UserError: as in `hf_to_megatron`.
@@ -302,7 +302,7 @@ def export_hf(model: PolicyModel, source: Path, directory: Path) -> None:
         if model.topology.is_first:
             _write_hf(model, stream, source, directory)
     finally:
-        for _ in stream:  # the other ranks send to the end, whatever failed
+        for _ in stream:  # the other ranks send to the end, also after an error here
             pass
 
 

@@ -3,7 +3,7 @@
 One table says what is compared, in the order in which a forward pass computes it: the name, where
 transformers has it and where Megatron does. Both models run once over the same ids with the same
 weights, and every operation's result is brought to [P, features]. Only the first difference shows
-where a fault is: whatever follows is computed from it. One process holds both models whole.
+where a fault is: all later operations are computed from it. One process holds both models whole.
 
 Shape legend: P positions, B = 1 sequence, H hidden size.
 """

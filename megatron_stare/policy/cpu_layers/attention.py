@@ -47,8 +47,8 @@ class CoreAttention(nn.Module):
 
     Constructor arguments are those Megatron's SelfAttention passes to any core attention;
     `pg_collection.cp` is read where config.context_parallel_size > 1, and `cp_comm_type` is not
-    (the scheme above is the only one). Raises ValueError, naming the field, for whatever this
-    attention would not honour.
+    (the scheme above is the only one). ValueError: a field asks for something that this attention
+    does not compute; the message names the field.
     """
 
     def __init__(

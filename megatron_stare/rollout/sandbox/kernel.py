@@ -214,7 +214,7 @@ def enforce(ruleset: int, version: int) -> set[str]:
 
 
 def _allow(ruleset: int, place: str, allowed: int) -> None:
-    """Add a rule for a tree or a file; a place that is not there needs none."""
+    """Add a rule for a tree or a file; a path that does not exist needs none."""
     with contextlib.suppress(OSError):
         descriptor = os.open(place, os.O_PATH | os.O_CLOEXEC)
         try:

@@ -1,7 +1,7 @@
 """Tool calls in a model's turn: found, read, and checked against the tools there are.
 
-Whatever a model writes, nothing here raises: a malformed call becomes a ToolCall whose `error`
-says to the model what is wrong and what is expected.
+No text of a model raises an error here: a malformed call becomes a ToolCall whose `error` says to
+the model what is wrong and what is expected.
 
 hermes        <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>      Hermes, Qwen2.5,
               Qwen3

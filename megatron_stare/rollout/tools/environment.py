@@ -232,7 +232,7 @@ def is_own_fault(error: BaseException) -> bool:
 
 
 def words(error: BaseException, kind: bool = True) -> str:
-    """An error's type and message, whatever its own __str__ does."""
+    """An error's type and message, also where its own __str__ raises."""
     try:
         message = str(error)
     except Exception:

@@ -13,7 +13,7 @@ _ANSWER_LINE = re.compile(
 
 def extract(response: str, extraction: str, tag: str = "answer") -> str | None:
     """The answer by scoring.extraction:
-    boxed | answer | tag | any (the first of the three that is there); or None.
+    boxed | answer | tag | any (the first of the three that the response has); or None.
 
     A box inside an answer line or a tag is opened. Boxes that follow one another, joined by a
     comma, "and" or "or", are one answer: a list.

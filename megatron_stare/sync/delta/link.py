@@ -97,8 +97,8 @@ class RelayLink:
 
     def wait(self) -> None:
         """Wait for the message under way. Where it failed the relay is outdated, and `fault` says
-        why. The request has the bound of sglang.sync_timeout; a thread that stands still all the
-        same is left behind a little later.
+        why. sglang.sync_timeout bounds the request; a thread that does not return soon after it is
+        abandoned.
         """
         posting, self._posting = self._posting, None
         if posting is None:

@@ -69,8 +69,8 @@ class TrainingResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` measured: the metrics, and the score of every problem by evaluation set; and
-    the files that hold both.
+    """The result of `evaluate`: the metrics, the score of every problem by evaluation set, and the
+    files that hold both.
     """
 
     metrics: dict[str, float]

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import aiohttp
 
-# What a request raises when the server is away, breaks off, or takes too long.
+# Errors of a request whose server is away, breaks off, or takes too long.
 FAULTS = (aiohttp.ClientError, OSError, TimeoutError)
 # A server closes connections that were idle for 5 s. Ours are closed earlier: a request that is
 # sent while the server closes its connection would be lost.

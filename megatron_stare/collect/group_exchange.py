@@ -73,7 +73,7 @@ def concatenated(part: Tensor, topology: Topology) -> Tensor | ShardedBytes:
 
 
 def _meta_row(group: Group) -> list[Any]:
-    """What every rank knows of a group, as plain values."""
+    """The metadata of a group that every rank receives, as plain values."""
     rollouts = [[getattr(rollout, name) for name in _FIELDS] for rollout in group.rollouts]
     return [group.prompt.index, group.prompt_length, group.prompt_key, rollouts]
 

@@ -22,7 +22,7 @@ from megatron_stare.config.overrides import SECRETS
 from megatron_stare.config.settings import Setting, settings
 
 _VALUE_COLUMN = 48
-# What YAML reads as itself: no sign that it would take for its own, and no number.
+# Plain text that YAML reads as it is: without YAML's own signs, and no number.
 _PLAIN = re.compile(r"(?=\D)[\w./-][\w./ -]*|")
 _RESERVED = re.compile(r"(?i)y|n|yes|no|on|off|true|false|null")
 

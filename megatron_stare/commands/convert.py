@@ -19,7 +19,7 @@ from megatron_stare.reporting.bars import progress
 
 TO_MEGATRON, TO_HF, OF_GGUF = "hf-to-megatron", "megatron-to-hf", "gguf-to-hf"
 TO_PEFT = "megatron-to-peft"
-# What --verify runs through both models where --prompts names no file.
+# Texts that --verify runs through both models where --prompts names no file.
 PROMPTS = (
     "Find the sum of all positive integers n for which n^2 + 19n + 99 is a perfect square.",
     "Let f(x) = x^3 - 6x^2 + 11x - 6. Factor f and put the largest root in \\boxed{}.",

@@ -74,7 +74,7 @@ def _defaults(registry: ast.Module) -> dict[str, Any]:
 
 
 def _facts(name: str, calls: Mapping[str, ast.Call], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What the declaration says over what it starts from: the defaults, or a variant's parent."""
+    """The declared facts over those it starts from: the defaults, or a variant's parent."""
     call = calls[name]
     base = defaults
     if _call(call, "variant"):

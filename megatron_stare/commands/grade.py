@@ -33,7 +33,7 @@ _IN_FLIGHT = 3
 
 @dataclass
 class Summary:
-    """What was graded. `reward` is summed over rows that have one."""
+    """Counts of the graded rows. `reward` is summed over rows that have one."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     reward: float = 0.0

@@ -1,4 +1,4 @@
-"""What a run has kept, for use elsewhere: `bundle` and `rollouts`.
+"""The records of a run, for use elsewhere: `bundle` and `rollouts`.
 
 `rollouts RUN` writes a step's rollouts, or the responses of an evaluation, as rows of text.
 

@@ -7,7 +7,7 @@ import difflib
 from megatron_stare.config.errors import UserError
 from megatron_stare.config.settings import settings
 
-# What users of verl, slime, TRL, OpenRLHF and prime-rl type -> the key here.
+# Names of verl, slime, TRL, OpenRLHF and prime-rl -> the key here.
 ALIASES = {
     "actor_lr": "optimizer.lr",
     "adam_epsilon": "optimizer.adam_eps",

@@ -57,7 +57,7 @@ class DataConfig:
     rollout_max_prompt_len: Count = 1024
     """Maximum number of tokens in a prompt; a longer prompt is handled as data.on_bad_row says."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What happens to an unusable row: `error` ends the run, `skip` leaves the row out and counts
+    """Treatment of an unusable row: `error` ends the run, `skip` leaves the row out and counts
     it."""
     deduplicate: Literal["none", "exact", "normalised"] = "none"
     """How repeated training prompts are found; the first of equal prompts is kept."""

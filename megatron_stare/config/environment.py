@@ -1,4 +1,4 @@
-"""What a policy sets in the environment. Libraries read these variables when CUDA, or their first
+"""Environment variables that a policy sets. Libraries read them when CUDA, or their first
 communicator or handle, starts, so that this runs before; nothing large is imported here.
 """
 
@@ -14,7 +14,7 @@ from megatron_stare.config.policy import PolicyConfig
 
 # One queue from host to GPU: a send launched before a matrix product starts before it and overlaps.
 ONE_QUEUE = ("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-# What bitwise repeatability needs, and the values that serve; the first is set. Sources: Megatron's
+# Variables for bitwise repeatability, and valid values; the first is set. Sources: Megatron's
 # and TransformerEngine's notes on determinism, cuBLAS's on reproducibility. NCCL's other algorithms
 # (NVLS, trees) may add in another order in each call.
 REPEATABLE = {

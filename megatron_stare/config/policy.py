@@ -92,7 +92,7 @@ class PolicyConfig:
     max_tokens_per_gpu: Count = 16384
     """Maximum number of tokens in one micro-batch on one GPU, padding included."""
     on_long_sequence: Literal["error", "own_micro_batch"] = "error"
-    """What happens to a sequence longer than policy.max_tokens_per_gpu: the run ends, or the
+    """Treatment of a sequence longer than policy.max_tokens_per_gpu: the run ends, or the
     sequence gets a micro-batch of its own; it is never truncated."""
     packed_sequences: bool = True
     """Pack sequences end to end; if false, they are padded on the right, which is faster for many

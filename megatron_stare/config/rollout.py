@@ -81,9 +81,9 @@ class RolloutConfig:
     """Number of prompts requested in the first generation round of a step; later rounds request
     what the missing groups need. 0 requests rollout.rollout_batch_size in every round."""
     long_tail: Literal["wait", "continue", "restart", "gather"] = "wait"
-    """What on_policy mode does with rollouts that are unfinished when the batch is full: `wait` for
-    them; stop them, and `continue` or `restart` them in the next step; or stop them and `gather`
-    their prompts for a step that samples these alone."""
+    """Treatment of rollouts that are unfinished when the batch is full, in on_policy mode: `wait`
+    for them; stop them, and `continue` or `restart` them in the next step; or stop them and
+    `gather` their prompts for a step that samples these alone."""
     cache_over_versions: Literal["recomputed", "kept"] = "recomputed"
     """Prefix cache of the requests that are in flight on SGLang servers when new weights come
     (fully_async mode): `recomputed` under the new weights, or `kept`, which saves the prefill and
@@ -91,8 +91,8 @@ class RolloutConfig:
     dynamic_sampling: bool = True
     """Drop groups without a learning signal and sample other prompts instead."""
     dynamic_sampling_metric: Literal["accuracy", "reward"] = "accuracy"
-    """What must differ within a group for it to carry a signal: the verdicts (as in DAPO), or the
-    rewards with penalties and weighted parts."""
+    """Values that must differ within a group that carries a signal: the verdicts (as in DAPO), or
+    the rewards with penalties and weighted parts."""
     max_generation_rounds: Count = 10
     """Maximum number of generation rounds of dynamic sampling in one step."""
     accept_partial_batch: bool = False

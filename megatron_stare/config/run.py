@@ -33,7 +33,7 @@ AlarmName = Literal[
 
 @section
 class RunConfig:
-    """Where a run writes, what it keeps, and who receives its metrics."""
+    """The directory of a run, what it keeps there, and the services that receive its metrics."""
 
     dir: str = "runs/latest"
     """Directory of everything that the run writes; the same directory resumes the run."""

@@ -149,7 +149,7 @@ class JudgeConfig:
     key_variable: str = "JUDGE_API_KEY"
     """Environment variable with the API key; without the variable no key is sent."""
     kind: Literal["score", "reference", "rubric", "pairwise"] = "score"
-    """What is asked: a score, whether the answer equals the label, criteria, or which of two
+    """Kind of question: a score, whether the answer equals the label, criteria, or which of two
     responses to a prompt is better."""
     template: str = ""
     """File with the question, in which {prompt}, {response}, {reference}, {criteria}, {scale},

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of: a frozen pydantic dataclass, and types.
+"""The parts of every section of the configuration: a frozen pydantic dataclass, and types.
 
 A field is one definition: its type with range or choices, its default, and the sentence under it.
 Error messages, `config`, docs/configuration.md, the JSON Schema and shell completion are all made

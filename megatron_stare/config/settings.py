@@ -142,7 +142,7 @@ def _settings_of(kind: Any, prefix: str) -> list[Setting]:
 
 
 def fields_of(kind: Any) -> dict[str, FieldInfo]:
-    """What pydantic knows of a section's fields."""
+    """The fields of a section, as pydantic describes them."""
     found: dict[str, FieldInfo] = kind.__pydantic_fields__
     return found
 

@@ -124,8 +124,8 @@ def training_stream(
 
 
 def _questions(config: Config) -> list[str]:
-    """What the evaluation files ask.
-    What is wrong with their rows is reported where they are loaded to be used.
+    """The questions of the evaluation files.
+    Faults of their rows are reported where the files are loaded to be used.
     """
     skip = dataclasses.replace(config.data, on_bad_row="skip")
     return [

@@ -34,7 +34,7 @@ class Row:
 
     @property
     def question(self) -> str:
-        """What is asked: the text, or the user's messages, one to a line."""
+        """The question: the text, or the user's messages, one to a line."""
         if isinstance(self.prompt, str):
             return self.prompt
         asked = [message.get("content") for message in self.prompt if message["role"] == "user"]

@@ -1,4 +1,4 @@
-"""Where rows come from: .jsonl, .json, .parquet and .arrow files, directories of them,
+"""Sources of rows: .jsonl, .json, .parquet and .arrow files, directories of them,
 data sets of reasoning-gym, or a function of the user's.
 
 A source is one string: a path, several separated by commas, or a dotted path

@@ -47,7 +47,7 @@ from megatron_stare.system import raise_file_limit
 
 
 class Parts(NamedTuple):
-    """What a training run is made of."""
+    """The parts of a training run."""
 
     actor: Actor
     engine: Engine

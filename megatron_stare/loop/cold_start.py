@@ -124,7 +124,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _origin(config: Config) -> dict[str, Any]:
-    """What decides the result, apart from the contents of the files."""
+    """The settings that decide the result, apart from the contents of the files."""
     policy, data, seed = config.policy.hf_checkpoint, config.data, config.run.seed
     rest = {"policy.hf_checkpoint": policy, "data.system_prompt": data.system_prompt}
     return _settings(config) | rest | {"data.wrap_text": data.wrap_text, "run.seed": seed}

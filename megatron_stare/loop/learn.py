@@ -60,7 +60,7 @@ class Learner:
 
     @property
     def state(self) -> dict[str, float]:
-        """What the loss's plan keeps between steps."""
+        """The values that the loss's plan keeps between steps."""
         return self.preparer.state
 
     @state.setter

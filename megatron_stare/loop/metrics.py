@@ -1,4 +1,4 @@
-"""What a step measures of itself: statistics of its tokens, and seconds per phase."""
+"""Metrics of a step: statistics of its tokens, and seconds per phase."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def gpu_metrics(
     seconds: Mapping[str, float],
     updates: int,
 ) -> dict[str, float]:
-    """What a step made of its GPUs; nothing on a CPU. Collective; `groups` are those of all ranks.
+    """Use of the GPUs in a step; empty on a CPU. Collective; `groups` are those of all ranks.
 
     gpu_memory_peak    [GiB] of torch's allocator since the last step, on the rank with the most
     tokens_per_second  trained tokens, prompts included, per second of the step and trainer GPU

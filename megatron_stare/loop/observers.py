@@ -118,7 +118,7 @@ class EntropyObserver(StepObserver):
 
 
 class AdaptersObserver(StepObserver):
-    """What the last sync made of the adapters, in runs that train some."""
+    """Metrics of merging in the last sync, for runs that train adapters."""
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor

@@ -91,7 +91,7 @@ def _longest_sequence(config: Config) -> int:
 
 
 def offered_tools(config: Config) -> Sequence[Tool]:
-    """What prompts without tools of their own offer:
+    """The tools of prompts without tools of their own:
     those that every episode of the environment has.
 
     None where tools differ between episodes, and none for code in a turn, which is no call that a
@@ -106,7 +106,7 @@ def offered_tools(config: Config) -> Sequence[Tool]:
 
 
 def environments(config: Config) -> tuple[MakeEnvironment, Callable[[], None]]:
-    """What makes an environment for a prompt, and what ends what they share."""
+    """The function that makes a prompt's environment, and one that closes their shared parts."""
     name = config.tools.environment
     if name == "python":
         runner = open_sandbox(config.sandbox)

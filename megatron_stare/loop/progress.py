@@ -161,8 +161,8 @@ class Progress:
 def lines_of(
     config: Config, progress: Progress, *, enabled: bool
 ) -> Iterator[Callable[[dict[str, float]], None]]:
-    """What writes a step's metrics: into the logbook and on the terminal if `enabled`, and to the
-    alarms.
+    """A function that writes a step's metrics: into the logbook and on the terminal if `enabled`,
+    and to the alarms.
     """
     directory, total, done = Path(config.run.dir), config.train.num_rollout, progress.step
     with (
@@ -209,7 +209,7 @@ class SavedRun:
                 self.checkpoints.save(self.progress.step, self._state())
 
     def save_last(self) -> None:
-        """What a run must leave to continue from. UserError: it could not be written."""
+        """Save the last step, unless it is saved already. UserError: it could not be written."""
         with heartbeat.phase("save"):
             self.checkpoints.save_last(self.progress.step, self._state)
 

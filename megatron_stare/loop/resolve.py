@@ -34,7 +34,7 @@ from megatron_stare.scoring.judge import Judge
 
 
 class Resolved(NamedTuple):
-    """What a run is built from. `lines`: what there is to say about the data's rows."""
+    """The inputs from which a run is built. `lines`: remarks about the data's rows."""
 
     hf: PretrainedConfig
     objective: Objective

@@ -21,8 +21,8 @@ CONFIG_NAME, LOCK_NAME, HISTORY_NAME = "config.yaml", ".lock", "config_history.j
 SOLVED_NAME = "solved.txt"  # why a run ended early with nothing left to learn
 LOCK_PATIENCE_SECONDS = 60.0
 
-# What makes a run the run it is: its random numbers, data, model and task. All else may change when
-# it is continued; a change is printed and kept in HISTORY_NAME.
+# The settings that identify a run: random numbers, data, model and task. All others may change
+# when it is continued; a change is printed and kept in HISTORY_NAME.
 FIXED = (
     "run.seed",
     "data.",
@@ -99,7 +99,7 @@ def say_complete(directory: Path, step: int, total: int) -> None:
 
 
 def solved(directory: Path) -> str:
-    """What `end_solved` kept; empty: the run there did not end so."""
+    """The sentence that `end_solved` kept; empty: the run there did not end so."""
     place = directory / SOLVED_NAME
     return place.read_text() if place.is_file() else ""
 

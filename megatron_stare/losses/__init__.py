@@ -1,4 +1,4 @@
-"""What we optimise: pure functions of tokens, one loss per token,
+"""The objectives: pure functions of tokens, one loss per token,
 and the plans that do their batch-wide work once per step.
 """
 

@@ -138,8 +138,8 @@ class Objective:
         return coefficients(batch, aggregation, across, kept_T, config.padded_length)
 
     def target_entropy(self, config: LossConfig) -> float | None:
-        """Where the loss, or what it is composed with, steers the batch's entropy [nats];
-        None: nowhere.
+        """The entropy [nats] to which the loss, or the one it is composed with, steers the batch;
+        None: to none.
         """
         settings = self._settings(config) | self._weights_settings(config)
         return settings.get("target_entropy", settings.get("target"))
@@ -289,7 +289,7 @@ def find_objective(name: str) -> Objective:
 
 
 def _own_objective(path: str) -> Objective:
-    """What importing a module of the user's has registered."""
+    """The objective that importing a module of the user's has registered."""
     function = callable_at(path, "loss.name", "a function under @policy_loss()")
     found = _objectives.get(function.__name__)
     if found is None or found.function is not function:

@@ -117,7 +117,7 @@ def critical(step: Step, up_T: Tensor, band: Band, gate: bool) -> Gate:
 def selection_metrics(
     step: Step, weight_T: Tensor, ranked_T: Tensor, up_T: Tensor, down_T: Tensor
 ) -> dict[str, float]:
-    """What was chosen, by which smallest value, and what the weights come to."""
+    """Metrics of the selection: how many tokens, the smallest selected value, mean weights."""
     across = step.across
     metrics = {
         "weight_mean": across.sum(weight_T) / max(1, step.tokens),

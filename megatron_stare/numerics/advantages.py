@@ -51,8 +51,8 @@ _HAPO_LARGEST = 5.0
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What is known of B responses. `group_B` counts the groups from 0; `tokens_B` are loss tokens;
-    `baseline_B` is the reward of a greedy response to the same prompt, where there is one.
+    """Rewards and lengths of B responses. `group_B` counts the groups from 0; `tokens_B` are loss
+    tokens; `baseline_B` is the reward of a greedy response to the same prompt, where there is one.
     `earlier_B3`: earlier visits to the response's prompt, and mean and standard deviation of their
     rewards; None: there was none.
     """

@@ -286,7 +286,7 @@ def _loss_and_slopes(
 
 
 def _remaining_factor(grad_loss: Tensor, expected_grad: float | None) -> Tensor | None:
-    """What the gradients still have to be multiplied by;
+    """The factor that the gradients still need;
     None for 1. ValueError where the expectation was wrong.
     """
     if expected_grad is None:

@@ -31,7 +31,7 @@ FIELDS, FIELDS_WITH_COLLISION = 5, 7
 
 
 class RowMoments(NamedTuple):
-    """What the gradient needs of every row, over the whole vocabulary: m, S0 and S1/S0."""
+    """Statistics of every row for its gradient, over the whole vocabulary: m, S0 and S1/S0."""
 
     maximum_n: Tensor
     normalizer_n: Tensor

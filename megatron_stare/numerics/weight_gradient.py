@@ -118,7 +118,7 @@ class WeightGradient:
         self.written = max(self.written, columns.stop)
 
     def finish(self, factor: Tensor | float | None = None) -> Tensor | None:
-        """What a backward must return for the weight:
+        """The value that a backward returns for the weight:
         its gradient times `factor`, or Megatron's dummy.
         """
         if self.direct and factor is not None:

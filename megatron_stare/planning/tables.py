@@ -154,7 +154,7 @@ def _resampled_rows(served: Serving) -> list[tuple[str, ...]]:
 
 
 def cost_text(other: RunPlan) -> str:
-    """What the same run costs with its servers elsewhere."""
+    """The cost of the same run with its servers elsewhere, in words."""
     gpus = other.cluster
     where = "on the trainer's GPUs" if not gpus.rollout_gpus else "on GPUs of their own, 1 step off"
     fits = "" if not other.faults else ", which does not fit"

@@ -183,7 +183,7 @@ def _heaviest(config: Config, counts: tuple[RankCounts, ...], sizes: Sizes) -> R
 def group_bytes(
     config: Config, shape: Shape, counts: tuple[RankCounts, ...], sizes: Sizes, tokens: Tokens
 ) -> dict[str, float]:
-    """What one rank sends in a step, by group; groups of one rank send nothing.
+    """Bytes that one rank sends in a step, by group; groups of one rank send nothing.
 
     tensor    per layer, pass and token two all-reduces, or as many bytes in gathers and scatters:
               4 e H (t - 1) / t; the backward sends as much, and under sequence parallelism half as

@@ -180,7 +180,7 @@ class _Router:
         record: bool,
         pull_E: Tensor | None,
     ) -> None:
-        """What comes next is these, in their order; `place` is the layer's in `routing_RLK`."""
+        """Announce the next micro-batches in order; `place` is the layer's in `routing_RLK`."""
         self._microbatches, self._place, self._record = microbatches, place, record
         self._pull_E = pull_E
         self._seen = {False: 0, True: 0}  # micro-batches so far, by whether gradients were on

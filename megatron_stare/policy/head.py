@@ -39,7 +39,7 @@ from megatron_stare.records import Nucleus
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """What the hook returns: the N rows' summed loss where there is one,
+    """The result of the hook: the N rows' summed loss where there is one,
     and their statistics [nats].
     """
 
@@ -70,8 +70,8 @@ class HeadOutput:
 
 @dataclass(frozen=True)
 class HeadContext:
-    """What the head needs beyond the model:
-    which rows, which targets, which loss, and how to run it.
+    """The inputs of the head beyond the model:
+    rows, targets, the loss, and how to run it.
     """
 
     row_N: Tensor
@@ -201,7 +201,7 @@ def _factor(tensor: Tensor, context: HeadContext) -> Tensor:
 
 
 def _nucleus_entropy(hidden_NH: Tensor, weight_VH: Tensor, context: HeadContext) -> Tensor | None:
-    """Where it is asked for, in chunks of rows whose logits fit the workspace."""
+    """The entropy within the nucleus where it is asked for, in chunks that fit the workspace."""
     if context.nucleus is None:
         return None
     weight_VH = _factor(weight_VH, context)  # once for all chunks

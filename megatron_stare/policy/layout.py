@@ -33,7 +33,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import MicroBatch, RoutingShape
 
 PAD_ID = 0  # any id will do: no loss token sees it
-# What the rows of an fp8 matrix product's operands are a multiple of, by policy.tuning.fp8_recipe:
+# The rows of an fp8 matrix product's operands are a multiple of it, by policy.tuning.fp8_recipe:
 # a product's own demand, or the length of a block that shares a scale.
 FP8_ROWS = {"mxfp8": 32, "blockwise": 128}
 PLAIN_FP8_ROWS = 16

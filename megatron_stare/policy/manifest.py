@@ -74,7 +74,7 @@ def read(directory: Path) -> dict[str, str] | None:
 
 
 def damages(directory: Path, files: dict[str, str], names: Iterable[str]) -> list[str]:
-    """What is wrong with the named files, one line each: missing, or of another content."""
+    """The faults of the named files, one line each: missing, or of another content."""
     found = []
     for name in names:
         file = directory / name

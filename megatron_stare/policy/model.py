@@ -111,7 +111,7 @@ class PolicyModel:
 
     @functools.cached_property
     def base_fingerprint(self) -> str:
-        """That of the frozen weights under the adapters, the same under every parallel layout;
+        """The fingerprint of the frozen weights under the adapters, the same under every layout;
         empty without adapters. Collective when it is first read.
         """
         if not self.adapters.rank:
@@ -119,8 +119,8 @@ class PolicyModel:
         return hf_weights.content_fingerprint(self.chunks, self.hf, self.topology)
 
     def described_adapters(self) -> dict[str, Any]:
-        """What a checkpoint says of its adapters: their settings, and which weights they belong to;
-        empty without adapters. Collective.
+        """The adapters, as a checkpoint describes them: their settings, and the weights that they
+        belong to; empty without adapters. Collective.
         """
         if not self.adapters.rank:
             return {}
@@ -366,7 +366,7 @@ class PolicyModel:
         return positions // share, batch, self.hf.hidden_size
 
     def context(self, micro: MicroBatch, *, way: str = "recompute", **special: Any) -> HeadContext:
-        """What the head needs for one micro-batch."""
+        """The context of the head for one micro-batch."""
         return HeadContext(
             row_N=micro.row_N,
             target_N=micro.target_N,

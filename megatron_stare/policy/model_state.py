@@ -19,7 +19,7 @@ from megatron_stare.policy.topology import Topology
 
 # TransformerEngine's state other than weights (fp8 scales); that of grouped experts is numbered.
 _MODEL = "model"  # and its number: a chunk's part of the state
-# What names of tensors begin with that a run's checkpoint holds besides the model.
+# Beginnings of the names of tensors that a run's checkpoint holds besides the model.
 LOOP_PREFIX, REFERENCE_PREFIX = "loop.", "reference."
 TRAINING_PREFIXES = ("optimizer.", "chained_", LOOP_PREFIX, REFERENCE_PREFIX)
 _EXTRA_STATE = re.compile(r".*_extra_state\d*")
@@ -30,7 +30,7 @@ _METADATA = {
     *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
 }
 _DAMAGE = (OSError, KeyError, EOFError, RuntimeError, pickle.UnpicklingError)
-# What the .metadata of a checkpoint may name, besides dtypes.
+# Names that the .metadata of a checkpoint may contain, besides dtypes.
 _NAMES = {("torch.distributed.checkpoint.metadata", name) for name in _METADATA} | {
     *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo",)),
     *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")),
@@ -73,7 +73,7 @@ def into_model(chunks: list[Any], checkpoint: Path, topology: Topology) -> None:
 
 
 def common_state(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors. UserError: it cannot be read."""
+    """The content of a checkpoint apart from tensors. UserError: it cannot be read."""
     from megatron.core import dist_checkpointing
 
     return or_user_error(
@@ -191,8 +191,8 @@ def load(sharded: dict[str, Any], checkpoint: Path, topology: Topology) -> dict[
 
 
 def or_user_error(read: Callable[[], dict[str, Any]], checkpoint: Path) -> dict[str, Any]:
-    """What `read` returns, with no pickle but of data. UserError: Megatron or torch cannot read the
-    checkpoint, which the message names.
+    """The result of `read`, with no pickle but of data. UserError: Megatron or torch cannot read
+    the checkpoint, which the message names.
     """
     from megatron.core.dist_checkpointing.core import CheckpointingException
 

@@ -1,5 +1,5 @@
-"""What unpatched Megatron-Core 0.19 needs on a machine without CUDA; with CUDA it is torch's own
-cuDNN, for TransformerEngine.
+"""Preparation of unpatched Megatron-Core 0.19 for a machine without CUDA; with CUDA, of torch's
+own cuDNN for TransformerEngine.
 
 Megatron names its device outright: `torch.cuda.current_device()`, `device="cuda"`, `Tensor.type()
 == "torch.cuda.FloatTensor"`, streams, events and the CUDA generator. On a CPU each of these gets

@@ -161,7 +161,7 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
     _check_sizes(config, world_size)
     prepare_environment(config)
     if torch.cuda.is_available():
-        # What has no deterministic kernel is named in a warning.
+        # A warning names operations without a deterministic kernel.
         torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     _join(world_size)

@@ -66,8 +66,8 @@ def hardware() -> Hardware:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a switch depends on. `replicas`: ranks that sum up the gradient of one parameter;
-    `experts`, `dense`: whether there are layers with and without experts.
+    """The facts that a switch depends on. `replicas`: ranks that sum up the gradient of one
+    parameter; `experts`, `dense`: whether there are layers with and without experts.
     """
 
     policy: PolicyConfig

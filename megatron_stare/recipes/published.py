@@ -1,4 +1,4 @@
-"""What all runs of the STARE paper share (arXiv 2606.19236), and the GPUs that a recipe wants.
+"""Settings that all runs of the STARE paper share (arXiv 2606.19236), and a recipe's GPUs.
 
 Known from the paper and its code: 64 prompts x 8 samples and one gradient step per batch, lr 1e-6,
 gradient clip 1.0, clip 0.2 / 0.28, dual clip 10, token-mean, no KL and no entropy bonus,

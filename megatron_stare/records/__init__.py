@@ -1,4 +1,4 @@
-"""What flows through one training step, in birth order:
+"""The records that flow through one training step, in order:
 Prompt -> Rollout -> Group -> TokenBatch -> MicroBatch.
 """
 

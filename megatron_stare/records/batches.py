@@ -113,7 +113,7 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class LossPlan:
-    """What a loss's planner computed over the whole batch, once per optimizer step."""
+    """The result of a loss's planner for the whole batch, once per optimizer step."""
 
     weight_T: Tensor | None = None  # multiplies the finished token loss; None: 1
     # Tokens outside of it have coefficient 0 and leave the denominator; None: all are kept.
@@ -122,7 +122,7 @@ class LossPlan:
     values: Mapping[str, Tensor] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    # What the next step's plan starts from: numbers only, so that a checkpoint can carry it.
+    # The state that the next step's plan starts from: numbers only, for the checkpoint.
     # None: unchanged.
     state: dict[str, float] | None = None
     # int8, for diagnostics: 1 in L+, -1 in L-, 0 elsewhere; None: the loss chooses no tokens.

@@ -68,7 +68,7 @@ class Prompt:
     label: str
     text: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
-    # What the chat template rendered `text` from; empty where the data row was plain text.
+    # The messages that the chat template rendered as `text`; empty for a row of plain text.
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()  # function schemas
 

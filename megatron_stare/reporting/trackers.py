@@ -88,7 +88,7 @@ class TensorBoard:
 
 
 class SentSteps:
-    """What a service that cannot delete steps has been sent: its id of the run, and the last step.
+    """The steps sent to a service that cannot delete any: its id of the run, and the last step.
 
     `<run.dir>/trackers.json`. A step is recorded before it is sent, so that a kill between the two
     loses the step instead of sending it twice. A run resumed from an older checkpoint repeats its

@@ -1,1 +1,1 @@
-"""Where trajectories come from: the engine protocol and its engines."""
+"""Sources of trajectories: the engine protocol and its engines."""

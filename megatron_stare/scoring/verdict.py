@@ -45,12 +45,12 @@ class Sample:
 
     @property
     def judged(self) -> Judged:
-        """What a verifier is given."""
+        """The arguments of a verifier."""
         return self.response, self.label, self.metadata, self.prompt
 
     @property
     def group(self) -> tuple[str, str, str]:
-        """What the responses to one prompt have in common."""
+        """The values that all responses to one prompt share."""
         return self.prompt, self.label, repr(self.metadata)
 
 

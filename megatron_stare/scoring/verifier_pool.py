@@ -324,8 +324,8 @@ class _VerifierProcess:
             raise _Fault(self._death(), self.process.poll() == OUT_OF_MEMORY) from None
 
     def _started(self) -> tuple[str, str]:
-        """What the process says once its verifiers are loaded. _Fault: it does not, in _LONGEST
-        times _START_SECONDS if it waits for a processor.
+        """The first message of the process, once its verifiers are loaded. _Fault: none comes, in
+        _LONGEST times _START_SECONDS if it waits for a processor.
         """
         for _ in range(_LONGEST):
             if self.connection.poll(_START_SECONDS) or not self._is_runnable():

@@ -121,7 +121,7 @@ class ProcessWorker:
         partial: Mapping[int, PartialState] | None = None,
         resampling: Resampling | None = None,
     ) -> list[Future[Group]]:
-        """Where the process is down, the next one gets the prompts."""
+        """Send the prompts to the process; if it is down, the next process gets them."""
         states = partial or {}
         started = [_InFlight(p, states.get(p.index), running_future(), resampling) for p in prompts]
         with self._lock:

@@ -59,7 +59,7 @@ def synchronize() -> None:
 
 
 def peak_bytes(work: Callable[[], object]) -> float:
-    """What torch's allocator held in addition at its peak; 0 on a CPU."""
+    """The bytes that torch's allocator held in addition at its peak; 0 on a CPU."""
     if not torch.cuda.is_available():
         work()
         return 0.0

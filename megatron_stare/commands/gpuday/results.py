@@ -1,4 +1,4 @@
-"""What the stages write: rows of figures, one result file per stage."""
+"""Results of the stages: rows of figures, one result file per stage."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class ShortRun:
         return self.rows()
 
     def rows(self) -> list[dict[str, Any]]:
-        """What the run has written to metrics.jsonl so far."""
+        """The rows that the run has written to metrics.jsonl so far."""
         file = self.directory / "metrics.jsonl"
         return read_metrics(file) if file.is_file() else []
 

@@ -1,4 +1,4 @@
-"""What a quickstart makes for itself, on disk:
+"""The files that a quickstart makes for itself:
 rows, a random checkpoint of 0.1M parameters, a tokenizer.
 
 Each file appears under its name only when whole, and world.json last: a directory without it is not

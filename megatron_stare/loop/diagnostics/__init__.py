@@ -1,1 +1,1 @@
-"""What a step says about entropy: predicted changes, tables of tokens, sampled rollouts."""
+"""Causes of entropy's change in a step: predicted changes, tables of tokens, sampled rollouts."""

@@ -173,7 +173,7 @@ def _described(
 
 
 def pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What each token adds to the text, special tokens as they are written; a character whose bytes
+    """The text that each token adds, special tokens as they are written; a character whose bytes
     are several tokens' is the last one's.
 
     A token is decoded after the piece before it, as some tokenizers write it otherwise at the

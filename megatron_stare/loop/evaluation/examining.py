@@ -1,5 +1,5 @@
-"""What becomes of a part of an evaluation's problems: sampled, kept, judged; in the trainer's
-process or in a worker's.
+"""A part of an evaluation's problems: sampled, kept, judged; in the trainer's process or in a
+worker's.
 """
 
 from __future__ import annotations

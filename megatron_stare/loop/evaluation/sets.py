@@ -93,7 +93,7 @@ def build_sets(
 
 
 def _problem(prompt: Prompt) -> tuple[bytes, str]:
-    """What makes a row another problem."""
+    """The identity of a problem: rows with an equal one are copies."""
     return prompt.token_ids.tobytes(), prompt.label
 
 

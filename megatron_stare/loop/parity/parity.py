@@ -54,8 +54,8 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Sampled:
-    """What was sampled: one rollout in each group. On rank 0 also these whole, and what each server
-    said of them.
+    """The sampled rollouts, one in each group. On rank 0 also these whole, and each server's answer
+    for them.
     """
 
     groups: Sequence[Group]

@@ -15,8 +15,8 @@ MODEL_NAME, REFERENCE_NAME = "model", "reference"  # of a bundle, in the place o
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What every rank knows of a recorded step. `holders`: of each group, the rank that has it;
-    `weights`: the fingerprint of the weights it began with.
+    """The facts of a recorded step that every rank knows. `holders`: of each group, the rank that
+    has it; `weights`: the fingerprint of the weights it began with.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""What every step trained on, kept in the run's directory so that it can be taken again.
+"""Records of every step's rollouts in the run's directory, from which a step is repeated.
 
     records/<attempt>.yaml                         the configuration of one start of the run
     records/step_00000012/step.json             of the step that metrics.jsonl calls 12
@@ -95,8 +95,8 @@ class Recorder:
 
 
 def read_groups(directory: Path, head: Head, topology: Topology) -> list[Group]:
-    """What the step trained on, as its ranks had it. Collective. UserError: a file is missing or
-    damaged.
+    """The groups that the step trained on, as its ranks had them. Collective. UserError: a file is
+    missing or damaged.
     """
     own: list[Group] = []
 
@@ -117,7 +117,7 @@ def read_groups(directory: Path, head: Head, topology: Topology) -> list[Group]:
 
 
 def recorded_groups(directory: Path, head: Head) -> list[Group]:
-    """What all ranks of a step trained on, in one process. UserError as `read_groups`."""
+    """The groups that all ranks of a step trained on, here in one. UserError as `read_groups`."""
     folder = folder_of(directory, head.step)
     own = {rank: iter(_read_own(_frames_file(folder, head.attempt, rank))) for rank in head.holders}
     found = [group for rank in head.holders if (group := next(own[rank], None))]

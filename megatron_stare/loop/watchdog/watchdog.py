@@ -255,8 +255,8 @@ def report(beats: Sequence[Beat | None], timeout: float, silent: Silent | None =
 
 
 def _blame(beats: Sequence[Beat | None], silent: Silent | None) -> str:
-    """Who is silent; else who has ended; else who is in no collective, or in another one than most
-    ranks, for the others wait for them.
+    """A sentence about the ranks for which the others wait: those that are silent; else those that
+    have ended; else those in no collective, or in another one than most ranks.
     """
     if silent is not None:
         beat = beats[silent.rank]
@@ -313,7 +313,7 @@ def _stacks(beat: Beat) -> list[str]:
 
 
 def _dumped(pid: int, stacks: Path, patience: float) -> str:
-    """What faulthandler writes when it is asked; "" where it cannot."""
+    """The stacks that faulthandler writes on a signal; "" where it cannot."""
     deadline = time.monotonic() + patience
     with suppress(OSError):
         before = stacks.stat().st_size

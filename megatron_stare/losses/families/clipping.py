@@ -1,4 +1,4 @@
-"""What is done with ratios outside of the clip: kept alive, bounded otherwise, or smoothed.
+"""Losses that treat ratios outside of the clip otherwise: keep, bound or smooth their gradient.
 
 With r = pi / pi_old, advantage A and sg the stop-gradient. "Clipped" is the surrogate of
 losses/grpo.py.

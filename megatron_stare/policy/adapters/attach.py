@@ -30,7 +30,7 @@ from megatron_stare.policy.huggingface.names import ParameterMapping
 from megatron_stare.policy.huggingface.weights import HFWeights
 from megatron_stare.policy.topology import Topology, expert_tensor_size, gather_values
 
-# What a resumed run must not change: the settings that define what the adapters are.
+# A resumed run must not change these settings: they define the adapters.
 STORED_SETTINGS = ("rank", "alpha", "targets", "experts")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc\d)")
 
@@ -238,7 +238,7 @@ def _whole(parameter: Any, group: dist.ProcessGroup) -> Tensor:
 
 
 def merge_metrics(chunks: list[Any], topology: Topology) -> dict[str, float]:
-    """What the rounding of merged weights did in the last export: adapters/moved_entries, the
+    """The effect of rounding merged weights in the last export: adapters/moved_entries, the
     share of the adapted weights' entries that differ from the base, and adapters/merge_error, the
     norm of what rounding changes relative to the norm of the adapters' update. Each entry counts
     once, however many ranks hold it. Collective.

@@ -89,8 +89,8 @@ class LowRank(nn.Module):
             self._mark(self.lora_B[leaf], 0 if self.is_column else None, weight)
 
     def _mark(self, parameter: Any, split: int | None, weight: Any) -> None:
-        """What Megatron-Core must know of a parameter: split along a dimension, or whole; and
-        whether its gradient is added up over the ranks with the same expert alone.
+        """Mark a parameter for Megatron-Core: split along a dimension, or whole; and whether its
+        gradient is added up over the ranks with the same expert alone.
         """
         from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 

@@ -26,7 +26,7 @@ _ADAPTED = re.compile(
 )
 # Of latent attention, which has down-projections to latent vectors: its name in adapters.targets.
 _LATENT = {"q_a_proj": "q", "q_b_proj": "q", "kv_a_proj_with_mqa": "k", "kv_b_proj": "k"}
-# What PEFT can do beyond y = x W^T + lora_alpha / r (x A^T) B^T, and the value that leaves it out.
+# Options of PEFT beyond y = x W^T + lora_alpha / r (x A^T) B^T, and the value that leaves each out.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),

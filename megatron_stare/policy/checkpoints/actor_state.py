@@ -1,4 +1,4 @@
-"""What a training checkpoint keeps of the actor: model, optimizer, schedule;
+"""The actor's part of a training checkpoint: model, optimizer, schedule;
 restored under any layout.
 """
 

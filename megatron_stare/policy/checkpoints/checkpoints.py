@@ -232,7 +232,7 @@ class Checkpoints(CheckpointDirectory):
 
 
 def verify(checkpoint: Path, topology: Topology) -> list[str]:
-    """What differs from the checkpoint's manifest, a line each, on every rank;
+    """The differences from the checkpoint's manifest, a line each, on every rank;
     the ranks share the reading.
     """
     try:

@@ -1,4 +1,4 @@
-"""What a checkpoint's directory is called: step_00000050."""
+"""The names of checkpoints' directories: step_00000050."""
 
 from __future__ import annotations
 

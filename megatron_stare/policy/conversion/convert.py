@@ -139,7 +139,7 @@ def _reader(
 
 
 def total_bytes(source: Path, topology: Topology, dtype: str = "", base: Path | None = None) -> int:
-    """What `advance` adds up to."""
+    """The sum of all values that `advance` receives."""
     hf = build.read_hf_config(str(source))
     if not is_distributed(source):
         checkpoint, table = Checkpoint(str(source)), name_table(hf)
@@ -213,7 +213,7 @@ def _hf_tensors(
 
 
 def _dtype(entry: ParameterMapping, wanted: torch.dtype | None) -> torch.dtype | None:
-    """What a conversion to `wanted` makes of it; None: what it is."""
+    """The dtype of a weight after a conversion to `wanted`; None: the one it has."""
     return wanted and (entry.dtype or wanted)
 
 

@@ -58,7 +58,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the parameters of a model lie, and what else (extra states) Megatron expects:
+    """The places of a model's parameters, and the extra states that Megatron expects:
     {unique key: content}.
     """
 

@@ -24,7 +24,7 @@ from megatron_stare.policy.topology import Topology
 
 
 def stored_adapters(source: Path) -> dict[str, Any]:
-    """What the checkpoint says of its adapters; empty if it holds whole weights."""
+    """The adapters that the checkpoint describes; empty if it holds whole weights."""
     found: dict[str, Any] = common_state(source).get("adapters", {})
     return found
 
@@ -86,7 +86,7 @@ class MergedReader:
             )
 
     def dtype(self, name: str) -> torch.dtype:
-        """That of the run that trained the adapters."""
+        """The dtype of the weight in the run that trained the adapters."""
         return self.entries[name].dtype or self.adapters.type
 
     def read(self, name: str) -> Tensor:

@@ -37,8 +37,8 @@ _CACHE = "past_key_values."
 
 @dataclass(frozen=True)
 class Operation:
-    """Where each model computes it. `input`: it is what the module is given at this place, not what
-    it returns. `part`: of what Megatron computes in one product, by the fused weight's name.
+    """The modules that compute it in both models. `input`: it is the module's input at this place,
+    not its output. `part`: a part of one product of Megatron's, by the fused weight's name.
     """
 
     name: str
@@ -142,7 +142,7 @@ def compare_operations(
 
 
 def last_hidden(ours: nn.Module, hf: PretrainedConfig, ids: Sequence[int]) -> Tensor:
-    """What Megatron's final norm makes of one sequence: [P, H]."""
+    """The output of Megatron's final norm for one sequence: [P, H]."""
     name = "final norm"
     return _ours(ours, hf, ids, [each for each in operations(hf) if each.name == name])[name]
 
@@ -209,7 +209,7 @@ def compared(name: str, ours: Tensor, theirs: Tensor) -> OperationDifference:
 def _own(
     operation: Operation, entry: ParameterMapping | None, hf: PretrainedConfig, value: Any
 ) -> Tensor:
-    """What a module of Megatron's is given or returns, [P, B, ...], as [P, features]."""
+    """The input or output of a module of Megatron's, [P, B, ...], as [P, features]."""
     found = value[0] if isinstance(value, tuple) else value
     found = found.reshape(found.shape[0], -1)
     if operation.name == "logits":

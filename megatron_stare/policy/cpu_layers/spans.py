@@ -122,7 +122,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Ragged:
-    """What a varlen kernel wants. The indices are None where they would be 0, 1, 2, ..."""
+    """The arguments of a varlen kernel. The indices are None where they would be 0, 1, 2, ..."""
 
     q_index_N: Tensor | None
     k_index_U: Tensor | None

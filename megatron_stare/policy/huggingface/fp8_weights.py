@@ -53,7 +53,7 @@ def block_matrices(hf: PretrainedConfig, *, experts_only: bool = False) -> froze
 
 
 def quantization_config(hf: PretrainedConfig, encoded: Collection[str]) -> dict[str, Any]:
-    """What config.json says where `encoded` are in blocks; inputs are rounded by the server, by
+    """The entry of config.json where `encoded` are in blocks; inputs are rounded by the server, by
     scales of their own.
     """
     matrices = [name for entry in name_table(hf) if len(entry.shapes[0]) == 2 for name in entry.hf]

@@ -1,4 +1,4 @@
-"""What ran: the settings of every arm and where they differ, versions, commit and machine."""
+"""The settings of every arm and where they differ, versions, commit and machine."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class AgentEngine(EpisodeEngine):
         raise AssertionError("the last try returns")
 
     async def _outcome(self, session: AgentSession, attempt: int) -> dict[str, Any]:
-        """What the host says of the episode; at agents.max_seconds the agent is stopped."""
+        """The host's result of the episode; at agents.max_seconds the agent is stopped."""
         prompt = session.request.prompt
         assert prompt is not None, "an episode's request names its prompt"
         asked = [{"role": "user", "content": prompt.text}]  # of a row that is plain text

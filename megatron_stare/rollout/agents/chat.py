@@ -47,7 +47,7 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """What every dialect serves of an answered call."""
+    """The parts of an answered call that every dialect serves."""
 
     id: str
     model: str

@@ -91,7 +91,7 @@ def arguments_of(call: Mapping[str, Any]) -> Any:
 
 
 def identity(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What two messages that say the same have in common; the thinking is not part of it."""
+    """A key that is equal for messages that say the same; the thinking is not part of it."""
     calls = tuple(
         (call.get("id"), call["function"]["name"], json.dumps(_by_value(arguments_of(call))))
         for call in message.get("tool_calls") or ()

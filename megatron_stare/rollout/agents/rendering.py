@@ -36,7 +36,7 @@ THINK, END_OF_THINK = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model wrote in one turn."""
+    """The model's text of one turn."""
 
     content: str
     reasoning: str
@@ -87,7 +87,7 @@ class Renderer:
         return self._encoded(pieces, texts)
 
     def turn(self, ids: Sequence[int], prompt: numpy.ndarray, stop: Sequence[str]) -> Turn:
-        """What the model wrote, without its end of turn and from the first stop text on."""
+        """The model's text up to its end of turn or the first stop text."""
         ids = list(ids)
         if ids and ids[-1] in self._special:
             ids.pop()

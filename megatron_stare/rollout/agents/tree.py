@@ -45,7 +45,7 @@ class Node:
 
     @property
     def history(self) -> list[Message]:
-        """What a call that continues this one begins with."""
+        """The messages with which a call that continues this one begins."""
         return [*self.messages, self.answer]
 
     @property

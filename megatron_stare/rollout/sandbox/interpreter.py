@@ -290,7 +290,7 @@ def _settings(
 
 
 def _scratch(places: tuple[str, ...]) -> str:
-    """Where code in bubblewrap may write:
+    """The directory in which code in bubblewrap may write:
     /tmp, unless the interpreter itself, or this package, lies in there.
     """
     return (

@@ -1,4 +1,4 @@
-"""What Linux offers a process to lock itself in, by ctypes:
+"""Means of Linux by which a process confines itself, through ctypes:
 namespaces, Landlock, limits, another user (seccomp.py has the filter of system calls).
 
 Standard library only: this file is run inside the sandbox, by an interpreter that may have nothing

@@ -1,4 +1,4 @@
-"""What protects a sandbox here, what that stops, and what is missing, in words.
+"""The protections of a sandbox on this machine: what they stop, and which are missing, in words.
 
 `sandbox.isolation=bubblewrap`: bwrap builds a root of the system's and the interpreter's
 directories, read-only, an empty /tmp of bounded size, and namespaces of its own for processes,
@@ -68,7 +68,7 @@ def warn(isolation: str, held: frozenset[str]) -> None:
 
 
 def missing(held: frozenset[str]) -> list[str]:
-    """What code can do for want of protections, in words;
+    """The acts that missing protections allow to code, in words;
     empty: nothing beyond what the module's docstring says.
     """
     gaps = []

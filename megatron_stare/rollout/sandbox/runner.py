@@ -236,8 +236,8 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def _finish() -> None:
-    """What an interpreter does before it ends: wait for threads, call the functions of atexit, and
-    write what files that are still open hold back.
+    """The last acts of an interpreter: wait for threads, call the functions of atexit, and flush
+    the files that are still open.
     """
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:

@@ -172,7 +172,7 @@ _KILLED: Line = (_ANSWER, 0, 0, 0x80000000)
 def rules(
     own_process: int = 0, attributes: bool = False, truncation: bool = False, group: bool = False
 ) -> dict[str, list[Line]]:
-    """What is refused.
+    """The system calls that are refused.
 
     `own_process`: signals but to that process and to the own group (0: any may be sent).
     `attributes`: changes of mode, owner, times and attributes of files. `truncation`: what Landlock

@@ -176,7 +176,7 @@ class SGLangClient:
         hidden: bool = False,
         adapters: str = "",
     ) -> Prefill:
-        """What the server says of ids that it only reads. FaultyAnswer: as of `read_prefill`."""
+        """The server's answer for ids that it only reads. FaultyAnswer: as of `read_prefill`."""
         body = prefill_request(ids, hidden) | _with_adapters(adapters)
         answer = await self.call("POST", "/generate", body, timeout)
         return read_prefill(answer, ids, vocab_size)

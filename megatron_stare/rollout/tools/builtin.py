@@ -54,7 +54,7 @@ class PythonEnvironment:
         self._session = runner.session() if stateful and isinstance(runner, Sandbox) else None
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What the code printed, its errors, its value, and why it ended early."""
+        """The output of the code, its errors, its value, and why it ended early."""
         run = self._runner.run_async if self._session is None else self._session.run_async
         result = await run(arguments["code"], on_start=hold_clock())
         lost = self._session is not None and not result.alive

@@ -261,7 +261,7 @@ def _code_calls(text: str) -> Iterator[ToolCall]:
 
 
 def _without_fence(code: str) -> str:
-    """What stands between ``` fences within a tag; all of it where there are none."""
+    """The text between ``` fences within a tag; all of it where there are none."""
     whole = code.strip()
     opened = _FENCE_IN_TAG.match(whole)
     if opened is None or not whole.endswith("```") or len(whole) < opened.end() + 3:

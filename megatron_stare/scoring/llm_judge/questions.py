@@ -1,4 +1,4 @@
-"""What a judge is asked about a response, and how its answer is read.
+"""The question to a judge about a response, and how its answer is read.
 
 The answer must hold one JSON object after the thinking; the last object counts:
 

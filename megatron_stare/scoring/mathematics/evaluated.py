@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from megatron_stare.scoring.mathematics.numbers import spelled_out
 
-# What is left to be done, by family: a label that holds one of a family allows the others.
+# Operations left to compute, by family: a label that holds one of a family allows the others.
 _FAMILIES = {
     "sum": r"sum|prod|coprod|int|iint|iiint|oint|lim|limsup|liminf|sup|inf|max|min|arg|bigcup",
     "divisor": r"gcd|lcm|bmod|pmod|mod|equiv|varphi|tau|lfloor|lceil|det|dim|Pr|deg",
@@ -98,7 +98,7 @@ def _too_high(text: str) -> bool:
 
 
 def _exponent(text: str, start: int) -> str:
-    """What stands in the exponent that begins here: a group in brackets, or one symbol."""
+    """The exponent that begins here: a group in brackets, or one symbol."""
     at = start + len(text[start:]) - len(text[start:].lstrip())
     if text[at : at + 1] not in ("{", "("):
         symbol = re.match(r"\\?[a-zA-Z]+|[+-]?\d+|.?", text[at:], re.DOTALL)

@@ -33,7 +33,7 @@ def extract(response: str, extraction: str, tag: str = "answer") -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last complete \\boxed{...} holds, braces balanced;
+    """The content of the last complete \\boxed{...}, braces balanced;
     with the boxes just before it, joined by commas.
     """
     found: list[str] = []
@@ -59,7 +59,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _inside(content: str) -> str:
-    """What a box holds that holds nothing but another box."""
+    """The innermost content of a box that holds nothing but another box."""
     bare = content.strip()
     while (match := _BOX.match(bare)) and bare[match.end() : match.end() + 1] == "{":
         if closing_brace(bare, match.end()) != len(bare) - 1:
@@ -70,7 +70,7 @@ def _inside(content: str) -> str:
 
 
 def last_answer_line(text: str) -> str | None:
-    """What follows the colon of the last line that begins with "Answer:" (also "Final answer:",
+    """The text after the colon of the last line that begins with "Answer:" (also "Final answer:",
     "**Answer:**").
     """
     found = None
@@ -83,7 +83,7 @@ def last_answer_line(text: str) -> str | None:
 
 
 def last_tag(text: str, tag: str) -> str | None:
-    """What stands between the last <tag> and the </tag> that closes it."""
+    """The text between the last <tag> and the </tag> that closes it."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return None if end < 0 or start < 0 else text[start + len(tag) + 2 : end]

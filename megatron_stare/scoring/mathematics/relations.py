@@ -1,4 +1,4 @@
-"""What stands around a value: its name (x = 5), a choice letter ((C) 12), about (\\approx 3.14);
+"""Text around a value: its name (x = 5), a choice letter ((C) 12), about (\\approx 3.14);
 and inequalities, which say the same as intervals (x > 2 is (2, \\infty)).
 """
 
@@ -21,8 +21,9 @@ _FUNCTION = (
     rf"(?:{_VARIABLE}|\\(?:operatorname|text|mathrm|mathbb)\s*\{{\w+\}}|\\(?:gcd|lcm|max|min)\s*)"
     r"(?:'*|\s*\^\s*\{-1\})\s*"
 )
-# What an answer may be the value of: x, f(x), f'(3), (x, y), a + b, ab, m/n, AB, |AB|, [ABC],
-# \\angle A, \\text{Area}. None has a number as a factor or a power: 2x = 4 says something else.
+# Names that an answer may give the value of: x, f(x), f'(3), (x, y), a + b, ab, m/n, AB, |AB|,
+# [ABC], \\angle A, \\text{Area}. None has a number as a factor or a power: 2x = 4 says something
+# else.
 _NAMED = (
     rf"{_SYMBOL}'*|P\([^()]*\)|{_FUNCTION}(?:\([^()=<>]*(?:\([^()=<>]*\))?[^()=<>]*\)|\[[^\[\]=<>]*\])"
     rf"|\({_VARIABLE}(?:,\s*{_VARIABLE})+\)|{_SYMBOL}(?:\s*(?:[+-]|\\cdot)?\s*{_SYMBOL}){{1,4}}"

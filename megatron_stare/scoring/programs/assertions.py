@@ -90,8 +90,8 @@ class _Division:
         self.found.program_steps = self._needed(steps)
 
     def _condition_of(self, statement: ast.stmt) -> ast.expr | None:
-        """What an assertion states; of a call of the test's own function that asserts, that it
-        returns.
+        """The condition that an assertion states; for a call of the test's own function that
+        asserts, that it returns.
         """
         match statement:
             case ast.Assert(condition):

@@ -37,7 +37,7 @@ class SandboxLost(RuntimeError):
 
 
 class ProgramOutcome(Protocol):
-    """What `run` returns. `reason` is "ok" if the program ended by itself with status 0; `seconds`
+    """The result of `run`. `reason` is "ok" if the program ended by itself with status 0; `seconds`
     is the time that it took; `lost`: the sandbox itself ended.
     """
 

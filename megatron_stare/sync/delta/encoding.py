@@ -1,4 +1,4 @@
-"""What changed between two versions of a tensor, in few bytes, and exact to the bit.
+"""The changes between two versions of a tensor, in few bytes, and exact to the bit.
 
 A tensor is taken for what it is in memory: words of 8, 16, 32 or 64 bits. So -0.0 and 0.0 differ,
 and a NaN keeps its payload. It is cut into blocks, and each block is written in one of four ways:

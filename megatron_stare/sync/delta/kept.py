@@ -34,7 +34,7 @@ class KeptTensor(NamedTuple):
 
 
 class EncodedPart(NamedTuple):
-    """What a message is made of."""
+    """The parts of a message."""
 
     entries: list[TensorEntry]
     blocks: list[bytes | memoryview]

@@ -45,8 +45,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Table:
-    """What a message holds. The parts of `update` are numbered from 0; `base` is the update whose
-    weights they change, "" where they bring all of them. `files` (base64) are the other files.
+    """The contents of a message. The parts of `update` are numbered from 0; `base` is the update
+    whose weights they change, "" where they bring all of them. `files` (base64): the other files.
     """
 
     update: str

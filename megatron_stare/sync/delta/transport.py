@@ -121,7 +121,7 @@ class RelayTransport(Transport):
             link.start(self._mode(link))
 
     def _mode(self, link: RelayLink) -> Mode:
-        """What the relay is sent this time."""
+        """The kind of message that the relay receives this time."""
         try:
             link.look()
         except RelayFault as fault:
@@ -190,7 +190,7 @@ class RelayTransport(Transport):
         self._loading = False
 
     def _note_rates(self, link: RelayLink, encoded: bool) -> None:
-        """What the stream took on this side."""
+        """Note the seconds per byte that the stream took on this side."""
         if self._base == self._tag:
             return
         seconds = self._seconds / self._kept.nbytes

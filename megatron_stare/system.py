@@ -179,8 +179,8 @@ def nvidia_driver() -> str:
 
 
 def unseen_gpus(cuda: str | None) -> str:
-    """Why a torch that is built for this version of CUDA sees no GPU here, with the remedy. The
-    caller knows that it sees none. "" where there is no driver, or the CPU is meant.
+    """The reason why a torch that is built for this version of CUDA sees no GPU here, with the
+    remedy. The caller knows that it sees none. "" where there is no driver, or the CPU is meant.
     """
     driver = nvidia_driver()
     if not driver or os.environ.get(CPU_ON_PURPOSE) == "1":

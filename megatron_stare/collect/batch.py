@@ -86,7 +86,7 @@ def solved(sampled: Sequence[Group], rollout: RolloutConfig) -> str:
 def too_few(
     config: Config, found: int, sampled: Sequence[Group], effort: str, by_rollout: bool
 ) -> NoSignalError:
-    """Of a batch that could not be filled, with the rewards that were seen."""
+    """The error of a batch that could not be filled, with the rewards that were seen."""
     if sentence := solved(sampled, config.rollout):
         return TaskSolved(sentence)
     remedy = (

@@ -78,8 +78,9 @@ class PromptDispatcher:
             self._fill()
 
     def enough(self, count: int) -> Future[None]:
-        """Done when `count` groups are ready, or when rollout.max_generation_rounds rounds of them
-        were judged without filling a batch; failed where sampling failed.
+        """A future that is done when `count` groups are ready, or when
+        rollout.max_generation_rounds rounds of them were judged without filling a batch; it fails
+        where sampling failed.
         """
         return self._when(lambda: len(self._ready) >= count or len(self._judged) >= self._bound)
 
@@ -127,8 +128,8 @@ class PromptDispatcher:
         open_: Sequence[int],
         partial: Mapping[int, PartialState],
     ) -> None:
-        """Before the first `set_step`: the stream's position, and the prompts to start first, with
-        their partial states.
+        """Restore a state before the first `set_step`: the stream's position, and the prompts to
+        start first, with their partial states.
         """
         self.stream.position = position
         self._unstarted, self._partial = list(open_), partial

@@ -107,7 +107,9 @@ class LocalWorker:
         return [entry.group for entry in entries]
 
     def pause(self) -> Future[None]:
-        """Done when all requests have returned; the next `set_step` continues them."""
+        """A future that is done when all requests have returned; the next `set_step` continues
+        them.
+        """
         with self._lock:
             self.paused = True
             self.engine.abort(
@@ -213,7 +215,9 @@ class LocalWorker:
         return {"sampling": self.sampling, "temperature": other}
 
     def _usable(self, entry: _Open, found: Mapping[int, Rollout]) -> dict[int, Rollout]:
-        """Those that this run would sample so; a resumed run may have other settings."""
+        """The rollouts that this run would sample in the same way; a resumed run may have other
+        settings.
+        """
         numbers, usable = self._numbers(entry), dict[int, Rollout]()
         for number, rollout in found.items():
             labels = self._labels(entry, number)

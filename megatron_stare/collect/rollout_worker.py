@@ -83,7 +83,7 @@ class RolloutWorker(Protocol):
         ...
 
     def partial_states(self) -> dict[int, PartialState]:
-        """By prompt index, the rollouts of every prompt that is not judged; also after `stop`."""
+        """The rollouts of every prompt that is not judged, by prompt index; also after `stop`."""
         ...
 
     def counts(self) -> Mapping[str, int]:

@@ -103,7 +103,9 @@ def command_parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def _refuse_unknown_options(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    """Before argparse, which would complain of whatever else it misses because of them."""
+    """Refuse unknown options before argparse does, which would complain of other missing arguments
+    because of them.
+    """
     own = COMMANDS[words[0]].arguments
     known = [name for each in own for name in each.names if name.startswith("--")] + ["--help"]
     for place, word in enumerate(words[1:], start=1):

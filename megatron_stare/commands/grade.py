@@ -42,7 +42,7 @@ class Summary:
     seconds: float = 0.0
 
     def lines(self) -> list[str]:
-        """For the terminal."""
+        """The summary as lines for the terminal."""
         rows, verified = (
             self.verdicts.total(),
             self.verdicts.total() - self.verdicts["unverifiable"],

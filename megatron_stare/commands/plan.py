@@ -71,7 +71,7 @@ def planned(
 
 
 def refuse_on_gpus(config: Config) -> None:
-    """On GPUs: `refuse_what_cannot_fit`, before servers or models are loaded."""
+    """Call `refuse_what_cannot_fit` on GPUs, before servers or models are loaded."""
     import torch
 
     if torch.cuda.is_available():

@@ -37,7 +37,7 @@ PER_SOURCE = "per_source"  # the reward that judges each row by that of its data
 
 @section
 class ScoringConfig:
-    """From a response to its reward and advantage (docs/rewards.md)."""
+    """The reward and advantage of a response (docs/rewards.md)."""
 
     reward: str = "math"
     """Reward that decides whether a response is correct: a built-in name, or a function

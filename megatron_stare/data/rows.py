@@ -44,8 +44,8 @@ class Row:
 
 
 class BadRow(Exception):
-    """Why a row cannot be used; the message names its field.
-    `reason` is the heading under which it is counted.
+    """A row that cannot be used; the message names its field. `reason` is the heading under which
+    it is counted.
     """
 
     def __init__(self, message: str, reason: str = "malformed") -> None:

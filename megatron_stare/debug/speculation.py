@@ -200,7 +200,7 @@ class _Replay:
                 self._accept(text, length, match)
 
     def _draft(self, text: Text) -> tuple[int, Match | None]:
-        """How many tokens are drafted, and from where."""
+        """The number of drafted tokens, and their source."""
         found = [match for index in self.read[text] if (match := index.find(text))]
         best = max(found, key=lambda match: match.length, default=None)  # the first of equals
         if best is None:
@@ -229,7 +229,7 @@ class _Replay:
         self._advance(text, here + accepted + 1)
 
     def _advance(self, text: Text, known: int) -> None:
-        """These tokens are known, and the tool output after them at once."""
+        """Append accepted tokens, and the tool output after them, to the known ones."""
         while known < text.tokens and not text.sampled[known]:
             known += 1
         for index in self.written[text]:

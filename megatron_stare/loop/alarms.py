@@ -60,7 +60,7 @@ class Condition(NamedTuple):
 
 
 class Alarms:
-    """Of one run. Every rank knows the same; the first one prints."""
+    """The alarms of one run. Every rank knows the same; the first one prints."""
 
     def __init__(self, config: Config, topology: Topology, target: float | None) -> None:
         self.config, self.topology, self.target = config, topology, target
@@ -137,7 +137,7 @@ class Alarms:
             raise RunAlarm(f"{self.stopping} (alarms.stop={self.settings.stop})")
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: numbers and names."""
+        """Numbers and names for a checkpoint."""
         return {
             "history": {name: [*values] for name, values in self._history.items()},
             "first_entropy": self._first_entropy,
@@ -159,7 +159,7 @@ class Alarms:
             file.cut(Path(self.config.run.dir), step)
 
     def _remedy(self, name: str, metrics: Mapping[str, float]) -> str:
-        """For the entropy: by settings that this run's objective reads."""
+        """The remedy for the entropy: settings that this run's objective reads."""
         if name != "entropy":
             return REMEDIES[name]
         loss, reference = self.config.loss, self.target or self._first_entropy or 0.0
@@ -292,7 +292,9 @@ class Alarms:
         return None
 
     def _reward(self) -> str | None:
-        """Of the window's second half against its first."""
+        """The alarm's text where reward rose and accuracy fell from the window's first half to its
+        second; None: they did not.
+        """
         half, limit = self.settings.window // 2, self.settings.reward
         rewards, accuracies = self._history["reward"], self._history["accuracy"]
         if not limit or min(len(rewards), len(accuracies)) < self.settings.window:

@@ -68,8 +68,8 @@ class Learner:
         self.preparer.state = state
 
     def start(self, step: int) -> None:
-        """Before the run's next step, when the engine has the weights after `step` steps.
-        Collective.
+        """Call every observer's `on_start` before the run's next step, when the engine has the
+        weights after `step` steps. Collective.
         """
         for observer in self.observers:
             observer.on_start(step)

@@ -85,7 +85,7 @@ def exactness_metrics(batch: TokenBatch, across: Across) -> dict[str, float]:
 
 
 def _exactness(name: str, gap: float, variance: float, count: float) -> dict[str, float]:
-    """Nothing where no token could have been another one."""
+    """The z statistic and its mean; empty where no token could have been another one."""
     if variance <= 0:
         return {}
     return {

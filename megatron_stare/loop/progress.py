@@ -64,8 +64,8 @@ class Progress:
         return self.step - bool(self.unwritten)
 
     def has_next(self, total: int) -> bool:
-        """There is a step to take or a line to write, and neither an alarm nor a solved task ends
-        the run.
+        """Whether there is a step to take or a line to write, and neither an alarm nor a solved
+        task ends the run.
         """
         left = self.step < total or bool(self.unwritten)
         return left and not self.alarms.stopping and not self.solved
@@ -101,8 +101,8 @@ class Progress:
         return metrics
 
     def count_signal(self, collected: Collected, config: Config) -> None:
-        """After too many steps in a row without signal the task is `solved`, or else NoSignalError
-        is raised.
+        """Count steps without signal: after too many in a row the task is `solved`, or
+        NoSignalError is raised.
         """
         self.steps_without_signal = 0 if collected.signal else self.steps_without_signal + 1
         if self.steps_without_signal >= MAX_STEPS_WITHOUT_SIGNAL:
@@ -135,7 +135,7 @@ class Progress:
             ) from error
 
     def state(self, topology: Topology) -> dict[str, Any]:
-        """For a checkpoint. Collective."""
+        """The state for a checkpoint. Collective."""
         return {
             "step": self.step,
             "steps_without_signal": self.steps_without_signal,

@@ -86,8 +86,8 @@ def _all(
 
 
 def sequences_of(sequence_tokens_T: Tensor, across: Across) -> int:
-    """How many sequences the loss tokens of all ranks are of; `sequence_tokens_T` is how many of
-    them the token's own has.
+    """The number of sequences that the loss tokens of all ranks belong to; `sequence_tokens_T` has
+    the number of tokens in each token's own sequence.
     """
     return round(across.sum(1.0 / sequence_tokens_T.double()))
 

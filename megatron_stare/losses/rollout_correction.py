@@ -157,7 +157,7 @@ def _weight_metrics(weight_T: Tensor, across: Across) -> dict[str, float]:
 def _alarm(
     difference_T: Tensor, comparable_T: Tensor, config: MismatchConfig, across: Across
 ) -> Tensor:
-    """Which tokens the alarm masks; none while the mean difference is within mismatch.alarm."""
+    """The tokens that the alarm masks; none while the mean difference is within mismatch.alarm."""
     size_T = difference_T.abs()
     mean = across.mean(size_T[comparable_T])
     if mean <= config.alarm:

@@ -65,7 +65,7 @@ class Outcomes:
     earlier_B3: Tensor | None = None
 
     def sum(self, value_B: Tensor) -> Tensor:
-        """For each response the sum of its group's values."""
+        """The sum of the values of each response's group."""
         groups = int(self.group_B.max()) + 1 if self.group_B.numel() else 0
         total_G = value_B.new_zeros(groups).index_add_(0, self.group_B, value_B)
         return total_G[self.group_B]
@@ -98,7 +98,7 @@ class Outcomes:
 
     @property
     def std_B(self) -> Tensor:
-        """Of each response's group, divisor n - 1; 1 in a group of one."""
+        """The standard deviation of each response's group, divisor n - 1; 1 in a group of one."""
         square_B = self.sum(self.centred().square())
         return torch.where(self.size_B > 1, (square_B / (self.size_B - 1)).sqrt(), 1.0)
 

@@ -84,7 +84,9 @@ class Across:
         return (self._exact_sum((value_T.double() - mean).square_()) / divisor) ** 0.5
 
     def sum_by(self, value_T: Tensor, key_T: Tensor, size: int) -> Tensor:
-        """For each value the global sum [fp64] of all values with its key: `sums` at its key."""
+        """The global sum [fp64] of all values with a value's key, for each value: `sums` at its
+        key.
+        """
         return self.sums(value_T, key_T, size)[key_T]
 
     def sums(self, value_T: Tensor, key_T: Tensor, size: int) -> Tensor:
@@ -357,7 +359,7 @@ def _outermost(index_C: Tensor, largest: bool) -> Tensor:
 
 
 def key_bits(value_T: Tensor) -> int:
-    """How many bits the keys of these values have."""
+    """The number of bits of these values' keys."""
     return 64 if value_T.dtype == torch.float64 else 32
 
 

@@ -1,4 +1,4 @@
-"""From host memory to a device without waiting for it.
+"""Copies from host memory to a device that do not wait for it.
 
 A copy out of pageable memory makes the host wait until the device has caught up; one out of pinned
 memory is only queued, as a kernel is.

@@ -114,8 +114,8 @@ class Tiling:
 
     @staticmethod
     def full_width(rows: int, columns: int, element_size: int, workspace_bytes: int) -> Tiling:
-        """As many whole rows as fit the workspace:
-        what a loss needs that closes each row in the forward pass.
+        """Tiles of as many whole rows as fit the workspace, for a loss that closes each row in the
+        forward pass.
         """
         columns = max(1, columns)
         return Tiling(
@@ -124,8 +124,8 @@ class Tiling:
 
     @staticmethod
     def blocked(rows: int, columns: int, element_size: int, workspace_bytes: int) -> Tiling:
-        """As many rows as leave tiles 2048 columns wide:
-        then weight gradients are written as rarely as possible.
+        """Tiles of as many rows as leave them 2048 columns wide: then weight gradients are written
+        as rarely as possible.
         """
         columns = max(1, columns)
         budget = _budget(workspace_bytes, columns, element_size)

@@ -149,8 +149,8 @@ def rank_memory(
 
 
 def _sampling_bytes(shape: Shape, config: Config, machine: Machine) -> tuple[float, float, float]:
-    """On a trainer's GPU: weights of the embedded engine, weights of a colocated server, and the
-    cache of either; a server's cache holds at least eight of the longest sequences.
+    """Bytes for sampling on a trainer's GPU: weights of the embedded engine or of a colocated
+    server, and its cache; a server's cache holds at least eight of the longest sequences.
     """
     longest = config.longest_sequence
     if config.rollout.engine == "embedded":

@@ -135,7 +135,7 @@ def _wrapped(command: str) -> str:
 
 
 def commands(name: str, config: Config, cluster: Cluster) -> list[str]:
-    """From download to an evaluated checkpoint, one command a line."""
+    """The commands from download to an evaluated checkpoint, one a line."""
     model = Path(config.policy.hf_checkpoint).name
     run = config.run.dir + ("/seed0/stare" if config.compare.arms else "")
     cold = " cold_start.data=conversations.jsonl" if config.compare.arms else ""

@@ -107,7 +107,7 @@ class RunPlan:
 
     @property
     def faults(self) -> list[str]:
-        """Why the run does not fit, with a remedy each; empty if it fits."""
+        """Reasons why the run does not fit, with a remedy each; empty if it fits."""
         found = [_rank_fault(rank, self) for rank in self.ranks if not rank.fits]
         if self.serving and not self.serving.fits:
             found.append(_server_fault(self))
@@ -200,7 +200,7 @@ def _reference(
 
 
 def _with_longest(config: Config) -> Config:
-    """With micro-batches as large as the longest sequence, which is never cut."""
+    """The config with micro-batches as large as the longest sequence, which is never cut."""
     policy = config.policy
     tokens = -(-config.longest_sequence // policy.context_parallel_size)
     if policy.on_long_sequence == "error" or tokens <= policy.max_tokens_per_gpu:

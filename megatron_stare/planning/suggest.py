@@ -142,7 +142,7 @@ def _powers(most: int) -> Iterator[int]:
 
 
 def stage_counts_alike(config: Config, policy: PolicyConfig) -> tuple[RankCounts, ...]:
-    """Of the smallest world with these shards: more data or context ranks hold the same."""
+    """Counts of the smallest world with these shards: more data or context ranks hold the same."""
     alike = PolicyConfig(
         tensor_model_parallel_size=policy.tensor_model_parallel_size,
         pipeline_model_parallel_size=policy.pipeline_model_parallel_size,

@@ -175,7 +175,7 @@ def largest_share(tokens: Tokens, sizes: Sizes, steps: int) -> float:
 
 
 def _heaviest(config: Config, counts: tuple[RankCounts, ...], sizes: Sizes) -> RankCounts:
-    """Of the stage whose ranks train most parameters."""
+    """The counts of the stage whose ranks train most parameters."""
     trained = (trained_counts(one, config.adapters, sizes) for one in counts)
     return max(trained, key=lambda one: one.parameters)
 

@@ -220,7 +220,9 @@ class Actor(PolicyModel):
         )
 
     def _gradient_is_finite(self) -> bool:
-        """On all ranks, agreed before any steps: Megatron's fp32 optimizer would step on NaN."""
+        """Whether the gradient is finite on all ranks. They agree before any rank steps: Megatron's
+        fp32 optimizer would step on NaN.
+        """
         buffers = [
             buffer
             for chunk in self.runnable

@@ -49,7 +49,7 @@ from megatron_stare.records import MicroBatch, RoutingShape, TokenBatch
 
 
 def routing_shape(hf: PretrainedConfig) -> RoutingShape | None:
-    """Of a model with experts; None of a dense one."""
+    """The shape of the routing of a model with experts; None of a dense one."""
     sparse = sparse_layers(hf)
     if not any(sparse):
         return None
@@ -100,9 +100,9 @@ class Routers:
     def at(
         self, batch: TokenBatch, *, record: bool = False, coefficient: float = 0.0
     ) -> Iterator[None]:
-        """While one schedule goes over the batch. `record`: keep what is chosen, for `recorded`.
-        `coefficient`: of the load-balancing loss, whose gradient joins; the batch then has its
-        `expert_tokens_LE`.
+        """A context for one schedule over the batch. `record`: keep the chosen experts for
+        `recorded`. `coefficient`: of the load-balancing loss, whose gradient joins; the batch then
+        has its `expert_tokens_LE`.
         """
         for place, layer in enumerate(self.layers):
             pull_E = None
@@ -147,8 +147,8 @@ class Routers:
 
 
 def _probabilities(fields: dict[str, Any], router: Any) -> Callable[[Tensor], Tensor]:
-    """From what a router chooses by: probabilities, logits, or sigmoid(logits) + bias, of which
-    Megatron-Core takes the weights without the bias whatever is returned to it.
+    """A function from a router's scores (probabilities, logits, or sigmoid(logits) + bias) to the
+    weights of experts. Of the last kind Megatron-Core itself takes the weights without the bias.
     """
     if fields.get("moe_router_score_function") == "sigmoid":
         bias_E = router.expert_bias
@@ -247,8 +247,8 @@ class _Router:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Of one pass over a batch, of all layers and ranks: tokens and summed probability of each
-    expert; of how many given choices the routers would have made `alike` ones.
+    """The load of one pass over a batch, of all layers and ranks: tokens and summed probability of
+    each expert, and how many of the given choices the routers would have made themselves (`alike`).
     """
 
     tokens_LE: Tensor

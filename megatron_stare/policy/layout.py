@@ -72,7 +72,7 @@ class TrainSequence:
 
     @property
     def own_length(self) -> int:
-        """Those that no earlier sequence holds."""
+        """The number of positions that no earlier sequence holds."""
         return self.input_length - self.shared
 
 
@@ -119,8 +119,8 @@ def aligned_lengths(
 def padded_lengths(
     length_n: numpy.ndarray, topology: Topology, policy: PolicyConfig
 ) -> numpy.ndarray:
-    """Of a micro-batch of sequences of these lengths, over all context ranks;
-    one without a sequence has one of padding alone.
+    """The padded lengths of a micro-batch of sequences, over all context ranks; one without a
+    sequence has one of padding alone.
     """
     plain_n = length_n if len(length_n) else numpy.ones(1, numpy.int64)
     if not policy.packed_sequences:
@@ -134,8 +134,8 @@ def padded_lengths(
 def held_stretches(
     length: int, padded: int, context_rank: int, context_size: int
 ) -> list[tuple[int, int]]:
-    """Of a sequence with `length` inputs, `padded` with its padding: from where to where positions
-    lie on this context rank.
+    """The stretches of positions (first, end) that lie on this context rank, of a sequence with
+    `length` inputs, `padded` with its padding.
     """
     if context_size == 1:
         return [(0, length)]
@@ -294,7 +294,7 @@ def _loss_tokens(
 
 
 def _counts(index: numpy.ndarray, end_n: numpy.ndarray) -> numpy.ndarray:
-    """How many of the rising places lie in each of the stretches that end there."""
+    """The number of the rising places in each of the stretches that end there."""
     return numpy.diff(numpy.searchsorted(index, end_n), prepend=0)
 
 

@@ -89,7 +89,7 @@ class PolicyModel:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Meanwhile the weights are on the device; before and after it, `rest`."""
+        """A context in which the weights are on the device; before and after it, `rest`."""
         for chunk in self.chunks:
             chunk.to(runtime.device())
         try:
@@ -98,15 +98,15 @@ class PolicyModel:
             self.rest()
 
     def rest(self) -> None:
-        """For a model that only scores: with policy.offload_while_generating its weights go to host
-        memory until `on_device`.
+        """Move the weights of a model that only scores to host memory until `on_device`, with
+        policy.offload_while_generating.
         """
         if self.policy.offload_while_generating:
             for chunk in self.chunks:
                 chunk.cpu()
 
     def base(self) -> AbstractContextManager[None]:
-        """Meanwhile the model runs without its adapters."""
+        """A context in which the model runs without its adapters."""
         return without_adapters(self.chunks)
 
     @functools.cached_property
@@ -345,7 +345,7 @@ class PolicyModel:
         return found
 
     def _steered(self, batch: TokenBatch, forward_only: bool) -> AbstractContextManager[None]:
-        """While routers go over the batch's micro-batches."""
+        """A context in which routers go over the batch's micro-batches."""
         if self.routers is None:
             return nullcontext()
         if forward_only:

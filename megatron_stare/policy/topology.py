@@ -240,7 +240,7 @@ def _place(groups: Any) -> tuple[int, int]:
 
 
 def this_node() -> Node:
-    """Which node this rank is on: its machine, of which torchrun may have made several."""
+    """The node of this rank: its machine, of which torchrun may have made several."""
     return socket.gethostname(), os.environ.get("GROUP_RANK", "")
 
 

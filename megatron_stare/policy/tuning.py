@@ -1,4 +1,5 @@
-"""Which switches of `policy.tuning` a run has on: those of the config, else those that gain here.
+"""The switches of `policy.tuning` that a run has on: those of the config, else those that gain
+here.
 
 A switch that is set to true where it cannot be on is an error. On a CPU all are off by default.
 """
@@ -46,7 +47,7 @@ class Hardware:
 
 @functools.cache
 def hardware() -> Hardware:
-    """Of this process, looked at once."""
+    """The hardware of this process, looked at once."""
     if not torch.cuda.is_available():
         return Hardware()
     runtime.prepare()
@@ -261,8 +262,8 @@ def fp8_recipe(situation: Situation) -> str:
 
 
 def workspace_bytes(policy: PolicyConfig, memory_bytes: float) -> int:
-    """For the logits of one chunk of the head: policy.head_workspace_mib, or by the memory of the
-    GPU, 0 for a CPU.
+    """Bytes for the logits of one chunk of the head: policy.head_workspace_mib, or by the memory of
+    the GPU, 0 for a CPU.
     """
     if policy.head_workspace_mib is not None:
         return policy.head_workspace_mib << 20

@@ -193,7 +193,7 @@ def _listed(pair: list[int]) -> str:
 
 
 def _divided(pair: list[int]) -> str:
-    """By the greatest common divisor: gcd 6, 24 / 6 = 4, 4 * 18 = 72."""
+    """The working by the greatest common divisor: gcd 6, 24 / 6 = 4, 4 * 18 = 72."""
     first, second = pair
     divisor = math.gcd(first, second)
     part = first // divisor

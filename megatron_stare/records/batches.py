@@ -200,8 +200,8 @@ class LossTokens:
         return -self.surprisal
 
     def sequence_mean(self, value: Tensor) -> Tensor:
-        """For each token the mean of N values over all loss tokens of its sequence;
-        differentiable. ValueError in a loss that is registered as per_token.
+        """The mean of N values over all loss tokens of each token's sequence; differentiable.
+        ValueError in a loss that is registered as per_token.
         """
         total = self.sequence_sum(value)
         assert self.sequence_tokens is not None, "sums come with counts"

@@ -1,4 +1,4 @@
-"""Which experts a rollout's tokens were sent to, as bytes.
+"""The experts that a rollout's tokens were sent to, as bytes.
 
 Of every position that the model has read, from the first one on, a rollout has the numbers of the
 chosen experts: for each layer with experts `top_k` of them, one byte each, or two (little-endian)
@@ -24,7 +24,7 @@ class RoutingShape:
 
     @property
     def kind(self) -> numpy.dtype:
-        """Of one expert's number."""
+        """The dtype of an expert's number."""
         return numpy.dtype(numpy.uint8 if self.experts <= 256 else "<u2")
 
     @property

@@ -167,7 +167,9 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, f
 
 
 def count_reflections(text: str, words: Sequence[str]) -> int:
-    """How often any of the words or phrases stands in a text, whole and in either case."""
+    """The number of times that any of the words or phrases stands in a text, whole and in either
+    case.
+    """
     if not words:
         return 0
     pattern, beginnings = _reflection_pattern(tuple(words))

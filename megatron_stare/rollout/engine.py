@@ -47,8 +47,8 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. Log-probs are those of the full distribution at `temperature`,
-    before top-p and top-k cut it.
+    """Parameters of sampling. Log-probs are those of the full distribution at `temperature`, before
+    top-p and top-k cut it.
 
     top_p < 1 keeps the smallest set of most likely tokens whose mass reaches it, top_k > 0 the k
     most likely tokens; the next token is sampled from those that both keep. Greedy sampling

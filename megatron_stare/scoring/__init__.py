@@ -1,1 +1,1 @@
-"""From answer to credit: verifiers, rewards, advantages, filters."""
+"""The path from answer to credit: verifiers, rewards, advantages, filters."""

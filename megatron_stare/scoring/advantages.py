@@ -46,9 +46,9 @@ def is_kept(group: Group, metric: str) -> bool:
 
 
 class PromptHistory:
-    """Of each prompt: visits so far, and mean and standard deviation of their rewards. Only an
-    estimator that remembers adds to it. `rows` has a row for each Group.prompt_key; it is replaced
-    and never changed: a checkpoint may hold it.
+    """The earlier visits to each prompt: their number, and mean and standard deviation of their
+    rewards. Only an estimator that remembers adds to it. `rows` has a row for each
+    Group.prompt_key; it is replaced and never changed: a checkpoint may hold it.
     """
 
     def __init__(self, rows: Mapping[str, Sequence[float]] | None = None) -> None:
@@ -57,7 +57,7 @@ class PromptHistory:
         }
 
     def copy(self) -> PromptHistory:
-        """As it is now."""
+        """A copy of the present state."""
         return PromptHistory(self.rows)
 
     def earlier(self, key: str) -> tuple[float, ...]:

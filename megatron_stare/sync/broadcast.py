@@ -297,8 +297,8 @@ class BroadcastTransport(Transport):
 
 
 def other_nccl(settings: SGLangConfig) -> str:
-    """How the NCCL of the servers differs from this process's; "" if it does not, or is not known:
-    attached servers do not report it, and only sglang.python names their Python.
+    """The difference between the servers' NCCL and this process's; empty if there is none, or it is
+    not known: attached servers do not report it, and only sglang.python names their Python.
     """
     theirs, ours = servers_nccl(settings), own_nccl_version()
     return "" if theirs in (None, ours) else nccl_versions(settings)

@@ -412,8 +412,8 @@ def write_start(model: Model) -> None:
 
 
 def _attempts(failure: Exception) -> int:
-    """How often weights are sent after this failure; once if neither the death of a server nor a
-    fault of the network explains it.
+    """The number of attempts to send weights after this failure; one if neither the death of a
+    server nor a fault of the network explains it.
     """
     if isinstance(failure, WeightMismatch):
         return MISMATCH_ATTEMPTS

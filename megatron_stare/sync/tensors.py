@@ -170,8 +170,8 @@ def with_handles(
 
 
 def givers_of(topology: Topology, servers: Sequence[Server] | None) -> list[list[int]]:
-    """For each server that rank 0 names, the trainer's ranks that share memory with each of its
-    tensor-parallel ranks. Collective. UserError on all ranks: a server is on none of their nodes.
+    """The trainer's ranks that share memory with each tensor-parallel rank of each server that rank
+    0 names. Collective. UserError on all ranks: a server is on none of their nodes.
     """
     mine = None if servers is None else [_placement(server) for server in servers]
     placements = topology.gather(mine)[0]

@@ -1,5 +1,5 @@
-"""From the Megatron model to SGLang servers: weights streamed by HF name in buckets, without a
-second full copy in memory.
+"""Weight sync from the Megatron model to SGLang servers: weights streamed by HF name in buckets,
+without a second full copy in memory.
 
 Every transport has one order: start the update, send every bucket, finish, compare checksums.
 
@@ -68,7 +68,7 @@ class SyncSeconds(dict[str, float]):
 
 @contextlib.contextmanager
 def _updating(servers: Sequence[Server]) -> Iterator[None]:
-    """Meanwhile these servers load weights, and may be silent."""
+    """A context in which these servers load weights, and may be silent."""
     for server in servers:
         server.updating = True
     try:

@@ -135,7 +135,7 @@ class ProcessWorker:
         return [each.group for each in started]
 
     def pause(self) -> Future[None]:
-        """Also a process that is started meanwhile is paused."""
+        """Pause the process, or the one that is started meanwhile."""
         with self._lock:
             self._paused = True
             return self._call("pause")
@@ -172,7 +172,9 @@ class ProcessWorker:
         return found
 
     def counts(self) -> Mapping[str, int]:
-        """As they were when the last group came, summed over the processes that there were."""
+        """The counts at the time of the last group, summed over all processes of this worker so
+        far.
+        """
         with self._lock:
             total: Counter[str] = Counter()
             for counts in self._counts.values():
@@ -223,9 +225,9 @@ class ProcessWorker:
             )
 
     def watch(self, seconds: float) -> None:
-        """To be called every `seconds`: ask the process for a beat, and kill it where it
-        owes one for too long. Seconds are counted by calls: while this process stands still
-        itself, no time passes.
+        """Ask the process for a beat, and kill it where it owes one for too long. The caller calls
+        this every `seconds`. Seconds are counted by calls: while this process stands still itself,
+        no time passes.
         """
         with self._lock:
             if self._channel is None or self._closed:

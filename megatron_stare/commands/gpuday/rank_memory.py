@@ -144,7 +144,7 @@ def steps(config: Config, topology: Topology, run: Work) -> tuple[Actor, Any, bo
 
 
 def _random(chunks: list[Any], *_: Any) -> None:
-    """In the place of a checkpoint's weights, which change no size."""
+    """Random weights in place of a checkpoint's: no size changes."""
     with torch.no_grad():
         for parameter in (value for chunk in chunks for value in chunk.parameters()):
             parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)

@@ -143,7 +143,7 @@ def _another_state(state: State, rng: random.Random) -> State:
 
 
 def _draw_pairs(pairs: list[Pair], rng: random.Random) -> list[Pair]:
-    """As many pairs as the cold start needs, each seen equally often up to one."""
+    """Draw the pairs of the cold start, each seen equally often up to one."""
     drawn: list[Pair] = []
     while len(drawn) < COLD_START_STEPS * COLD_START_BATCH:
         drawn += rng.sample(pairs, len(pairs))

@@ -116,8 +116,9 @@ def tables_of(
     text_of: Callable[[int], str],
     chooses: bool,
 ) -> Tables:
-    """From the flat values of `merged`. `rows` is the length of each table of tokens, `text_of` an
-    id's text; `chooses`: tables of L+ and L-, else of tokens with g > 0 and others. Collective.
+    """The tables of the flat values of `merged`. `rows` is the length of each table of tokens,
+    `text_of` an id's text; `chooses`: tables of L+ and L-, else of tokens with g > 0 and others.
+    Collective.
     """
     advantage_T, surprisal_T = values["advantage"], values["surprisal"]
     position = position_edges(longest)

@@ -81,7 +81,9 @@ def sampled_rollouts(
     topology: Topology,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[SampledRollout]:
-    """On the first rank; elsewhere none. `values` as of predicted.merged. Collective."""
+    """The sampled rollouts on the first rank; none elsewhere. `values` as of predicted.merged.
+    Collective.
+    """
     rows = _rows(places, values) if _speaks(topology) else b""
     frames = _frames(places, topology)
     everyone = gather_bytes(_LENGTH.pack(len(rows)) + rows + frames, topology.host)

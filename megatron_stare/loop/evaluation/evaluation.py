@@ -42,7 +42,7 @@ class Examiners(Protocol):
     """The worker processes of a run."""
 
     def evaluate(self, one: EvaluationSet, kept: Destinations) -> Sequence[Future[Sequence[Row]]]:
-        """As Examiner.rows: of this rank's processes, each its share of the set."""
+        """The rows as of Examiner.rows: each process of this rank takes its part of the set."""
         ...
 
     def abort(self) -> None:

@@ -172,8 +172,8 @@ def answer_classes(
     judge: Judge,
     scoring: ScoringConfig,
 ) -> list[tuple[list[str], list[int | None]]]:
-    """For each problem, from the verdicts of its responses and the reward that gave them:
-    its answers, and which of them each response gave: what majority@k votes on.
+    """The answers that majority@k votes on: for each problem, from the verdicts of its responses
+    and the reward that gave them, its answers, and the one that each response gave.
 
     All answers that were judged correct are one: they equal the label. Others are one where their
     texts agree except for white space, or where the verifier, given one of them as the label,
@@ -226,8 +226,8 @@ def _compared(
     verifier: RewardBackend,
     scoring: ScoringConfig,
 ) -> dict[int, dict[str, str]]:
-    """In rounds over all problems: the first answer left of each is the label,
-    those that equal it leave with it.
+    """Compare answers in rounds over all problems: the first remaining answer of each problem is
+    the label, and those that equal it leave with it.
     """
     left: dict[int, dict[str, str]] = {}  # problem -> key -> answer as written
     for place, verdicts in problems.items():

@@ -37,12 +37,12 @@ class EvaluationSet:
     seed: tuple[int, ...]
 
     def request(self, place: int, number: int) -> Request:
-        """For response `number` of the prompt at `place`."""
+        """The request for response `number` of the prompt at `place`."""
         prompt = self.prompts[place]
         return Request(prompt.token_ids, (*self.seed, place, number), prompt=prompt)
 
     def fingerprint(self, policy: str) -> str:
-        """Of everything but `samples` that decides a response: 16 hex digits."""
+        """16 hex digits of everything but `samples` that decides a response."""
         parts = (
             policy,
             self.seed,

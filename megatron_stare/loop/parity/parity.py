@@ -44,11 +44,13 @@ class Reader(Protocol):
     """An engine whose servers can read ids without sampling any."""
 
     def prefill(self, sequences: Sequence[numpy.ndarray]) -> Mapping[str, Sequence[Prefill]]:
-        """By server; on rank 0."""
+        """Each server's log-probs of the sequences, by its name; on rank 0."""
         ...
 
     def wrong_weights(self) -> str:
-        """Which tensor a server holds other than it was sent. Collective."""
+        """The first tensor that a server holds other than it was sent, in words; empty: none.
+        Collective.
+        """
         ...
 
 

@@ -51,8 +51,8 @@ def likeliest(model: PolicyModel, groups: Sequence[Group], version: int) -> list
 def by_sequence(
     value_T: Tensor, batch: TokenBatch, lengths: Sequence[int], topology: Topology
 ) -> list[numpy.ndarray]:
-    """Of every sequence [length] fp64: the values of its loss tokens, NaN elsewhere; nothing of a
-    sequence of length 0. The same on every rank. Collective.
+    """The values of every sequence, [length] fp64: those of its loss tokens, NaN elsewhere; nothing
+    of a sequence of length 0. The same on every rank. Collective.
     """
     begin_n = numpy.cumsum([0, *lengths])
     wanted_T = torch.tensor(lengths, device=value_T.device)[batch.sequence_T] > 0
@@ -75,7 +75,7 @@ def held(
     chosen: Callable[[RolloutMeta], bool],
     topology: Topology,
 ) -> list[list[numpy.ndarray | None]]:
-    """Of every chosen rollout that this rank holds, by its group: its values [length] fp32, NaN
+    """The values of every chosen rollout that this rank holds, by its group: [length] fp32, NaN
     where it has no loss token; None for the others. A few rollouts at a time. Collective.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]

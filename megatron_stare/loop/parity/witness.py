@@ -104,7 +104,9 @@ class Witness(StepObserver):
             self._best_effort(lambda: path.write_text(content, encoding="utf-8"))
 
     def _table(self, groups: Sequence[Group], batch: TokenBatch, apart_n: Tensor) -> Parity | None:
-        """On rank 0. Servers that have given their memory back are not asked."""
+        """The table of differences, on rank 0. Servers that have given their memory back are not
+        asked.
+        """
         assert batch.surprisal_T is not None, "a scored batch"
         worst = apart_n.argsort(descending=True, stable=True)[:WORST].tolist()
         rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]

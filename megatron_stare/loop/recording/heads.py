@@ -28,12 +28,12 @@ class Head:
 
 
 def records_directory(run: Path) -> Path:
-    """Of the run in a directory."""
+    """The directory of the records of a run."""
     return run / "records"
 
 
 def recorded_steps(directory: Path) -> list[int]:
-    """Those whose record is whole, in order."""
+    """The steps whose record is whole, in order."""
     heads = directory.glob(f"step_*/{HEAD_NAME}")
     return sorted(int(head.parent.name.removeprefix("step_")) for head in heads)
 
@@ -61,5 +61,5 @@ def read_config(directory: Path, head: Head) -> Config:
 
 
 def folder_of(directory: Path, step: int) -> Path:
-    """Of one step's record."""
+    """The folder of one step's record."""
     return directory / f"step_{step:08d}"

@@ -76,7 +76,7 @@ class Watchdog:
 
     @contextmanager
     def naming_failures(self) -> Iterator[None]:
-        """Of several ranks, the one that fails says when at once: before it leaves the others
+        """A context in which the rank that fails first says so at once, before it leaves the others
         alone, whose own failures follow from that.
         """
         try:

@@ -166,13 +166,13 @@ def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
 
 
 def adapters_of(chunks: list[Any]) -> list[LowRank]:
-    """Those of every layer of the chunks; none of a model without adapters."""
+    """The adapters of every layer of the chunks; none of a model without adapters."""
     return [each for c in chunks if hasattr(c, "adapters") for each in c.adapters.each()]
 
 
 @contextmanager
 def without_adapters(chunks: list[Any]) -> Iterator[None]:
-    """Meanwhile the model is its base."""
+    """A context in which the model is its base."""
     every = adapters_of(chunks)
     for each in every:
         each.enabled = False

@@ -68,7 +68,7 @@ class Projection:
 
 
 def projections(hf: PretrainedConfig, settings: AdaptersConfig) -> list[Projection]:
-    """Those of a model that have an adapter, in the order of its layers."""
+    """The projections of a model that have an adapter, in the order of its layers."""
     found = []
     for entry in name_table(hf):
         match = _ADAPTED.fullmatch(entry.megatron)

@@ -1,4 +1,4 @@
-"""Which operation is the first that Megatron's model and transformers' do not compute alike.
+"""The first operation that Megatron's model and transformers' do not compute alike.
 
 One table says what is compared, in the order in which a forward pass computes it: the name, where
 transformers has it and where Megatron does. Both models run once over the same ids with the same
@@ -51,8 +51,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class OperationDifference:
-    """Of one operation: its largest |difference|, the largest |value| of transformers' result, and
-    the share of values that are bitwise equal.
+    """The difference in one operation: the largest |difference|, the largest |value| of
+    transformers' result, and the share of values that are bitwise equal.
     """
 
     name: str
@@ -66,7 +66,9 @@ class OperationDifference:
 
 
 def operations(hf: PretrainedConfig) -> Iterator[Operation]:
-    """Of a model, in the order of a forward pass. Of experts the choice and the sum is compared."""
+    """The operations of a model in the order of a forward pass. Of experts the choice and the sum
+    are compared.
+    """
     yield Operation("embedding", "model.embed_tokens", "embedding")
     for layer, is_sparse in enumerate(sparse_layers(hf)):
         yield from _attention(hf, layer)
@@ -150,7 +152,7 @@ def last_hidden(ours: nn.Module, hf: PretrainedConfig, ids: Sequence[int]) -> Te
 def _ours(
     model: nn.Module, hf: PretrainedConfig, ids: Sequence[int], table: Sequence[Operation]
 ) -> dict[str, Tensor]:
-    """By name the results of these operations."""
+    """The results of these operations by name."""
     fused, found = {entry.megatron: entry for entry in name_table(hf)}, dict[str, Tensor]()
     with _observing(model) as hooks:
         for each in table:
@@ -254,7 +256,7 @@ def _watched(
 
 @contextlib.contextmanager
 def _observing(model: nn.Module) -> Iterator[contextlib.ExitStack]:
-    """While the model evaluates without gradients; hooks end with it."""
+    """A context in which the model evaluates without gradients; its hooks end with it."""
     was = model.training
     model.eval()
     try:

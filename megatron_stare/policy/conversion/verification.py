@@ -107,7 +107,9 @@ def compare_logits(
 
 
 def _of_transformers(directory: Path, hf: PretrainedConfig) -> PreTrainedModel:
-    """In fp32. It is given FP8 weights as we read them: its own reading wants whole blocks."""
+    """The model of transformers in fp32. It gets FP8 weights as we read them: its own reading wants
+    whole blocks.
+    """
     if getattr(hf, "quantization_config", None) is None:
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     config, checkpoint = copy.deepcopy(hf), Checkpoint(str(directory))

@@ -184,8 +184,8 @@ class CoreAttention(nn.Module):
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which query rows see which key rows,
-    and where the key rows of natural order stand once gathered.
+    """The key rows that each query row sees, and the places of key rows of natural order once
+    gathered.
 
     natural_U: row of [rank, key or value, local row], flattened, that holds key row u (its value
     stands `local` rows on); None without context parallelism.

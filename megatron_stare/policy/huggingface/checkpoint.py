@@ -88,7 +88,7 @@ class Checkpoint:
             self.infos |= {info.name: info for info in infos}
 
     def bytes_of(self, names: tuple[str, ...]) -> int:
-        """How many bytes the named tensors take in the files."""
+        """The number of bytes that the named tensors take in the files."""
         return sum(self.infos[name].end - self.infos[name].begin for name in names)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -108,12 +108,12 @@ def decode_weight(weight: Tensor, scales: dict[str, Tensor]) -> Tensor:
 
 
 def round_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """To the nearest multiple of `scale` by an E4M3 number; beyond 448 it saturates."""
+    """Round to the nearest multiple of `scale` by an E4M3 number; beyond 448 it saturates."""
     return (x / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).float() * scale
 
 
 def round_int8(x: Tensor, scale: Tensor) -> Tensor:
-    """To the nearest integer multiple of `scale` in [-128, 127]."""
+    """Round to the nearest integer multiple of `scale` in [-128, 127]."""
     return (x / scale).round().clamp(-128, 127) * scale
 
 

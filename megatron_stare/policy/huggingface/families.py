@@ -360,8 +360,8 @@ def megatron_fields(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def sparse_layers(hf: PretrainedConfig) -> list[bool]:
-    """Which layers route their tokens to experts;
-    the others, and all layers of a dense family, have one MLP.
+    """The layers that route their tokens to experts; the others, and all layers of a dense family,
+    have one MLP.
     """
     family = FAMILIES[hf.model_type]
     if family.routed is None or not getattr(hf, family.fields["num_moe_experts"]):

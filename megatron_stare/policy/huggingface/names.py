@@ -133,7 +133,7 @@ _SHARED = _mlp(
 
 
 def attention_rows(fields: dict[str, Any]) -> tuple[NameRow, ...]:
-    """Of a layer's attention, with these fields of TransformerConfig."""
+    """Rows of the name table for a layer's attention, with these fields of TransformerConfig."""
     if not fields.get("multi_latent_attention"):
         return _GROUPED
     return (_QUERY if fields["q_lora_rank"] is None else _QUERY_LATENT) + _LATENT

@@ -1,4 +1,4 @@
-"""Which figures a page has, in order, and what they show: a table to read and to add to.
+"""The figures of a page, in order, and what they show: a table to read and to add to.
 
 A line shows a number of metrics.jsonl, or a quantity derived from several of them, whose key begins
 with `derived/`: the share of open gates, the realised and the predicted change of entropy. A run of
@@ -359,7 +359,9 @@ def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _worth_drawing(figure: Figure, runs: Sequence[Run]) -> bool:
-    """Not the gate and the weights of runs that have none of them: always closed, always one."""
+    """Whether a figure is worth drawing: not the gate where it is always closed, nor weights that
+    are always one.
+    """
     idle = {"gate": 0.0, "weights": 1.0}.get(figure.name)
     keys = ["gate"] if figure.name == "gate" else list(figure.keys)
     values = (value for run in runs for key in keys for _, value in run.series(key))

@@ -1,4 +1,4 @@
-"""From a tree to one HTML file that needs nothing else: style, scripts and data inside.
+"""One HTML file from a tree; it needs nothing else: style, scripts and data are inside.
 
 What a model wrote is hostile text. It travels as JSON in which no `<`, no character beyond ASCII
 and no control character stands as itself, and the scripts only ever set it as text. A content

@@ -233,7 +233,7 @@ def _opened(name: str, place: int | None = None) -> int:
 
 
 def disk_excess(top: str, how: str, most_bytes: int, most_entries: int) -> str:
-    """Which limit the files under `top` exceed, in words; empty: none.
+    """The limit that the files under `top` exceed, in words; empty: none.
 
     `how`: "walk"; "entries", for a file system of its own that bounds its size but not the number
     of its entries; empty if it bounds both. An entry counts as 4 KiB at least.

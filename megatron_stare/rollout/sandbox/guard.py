@@ -237,7 +237,7 @@ def _processes() -> Iterator[int]:
 
 
 def tasks_of(user_id: int) -> int:
-    """How many threads the user runs: RLIMIT_NPROC counts them all."""
+    """The number of threads that the user runs: RLIMIT_NPROC counts them all."""
     total = 0
     for pid in _processes():
         with contextlib.suppress(OSError):

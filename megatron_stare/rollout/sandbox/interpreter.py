@@ -120,7 +120,7 @@ class Interpreter:
 
     @property
     def pid(self) -> int:
-        """Of the outermost process."""
+        """The pid of the outermost process."""
         return self._process.pid
 
     def prepare(self) -> None:

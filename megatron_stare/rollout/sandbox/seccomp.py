@@ -1,5 +1,5 @@
-"""Which system calls sandboxed code may not make:
-a seccomp filter in classic BPF, for x86-64 and aarch64.
+"""The system calls that sandboxed code may not make: a seccomp filter in classic BPF, for x86-64
+and aarch64.
 
 Standard library only: this file is run inside the sandbox. Some calls are refused always, others
 only where nothing better keeps the code from what is outside: where it runs as the trainer's own

@@ -1,4 +1,4 @@
-"""Which server may take a request."""
+"""Admission: the choice of the server that takes a request."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def prefix_of(request: Request) -> tuple[int, ...]:
 
 
 def _order(request: Request) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of waiting requests: by their prompts' draws. Evaluation, whose seeds have the higher second
-    word, comes before training: the trainer waits for it.
+    """The order of waiting requests: by their prompts' draws. Evaluation, whose seeds have the
+    higher second word, comes before training: the trainer waits for it.
     """
     return tuple(-word for word in request.seed[1:2]), request.seed
 
@@ -177,7 +177,7 @@ class Admission:
             await self.notify(1)
 
     async def note_loaded(self, servers: Iterable[Server]) -> None:
-        """These servers now hold the expected weights."""
+        """Note that these servers now hold the expected weights."""
         for server in servers:
             server.weights, server.version = self.tag, self.version
         await self.notify()

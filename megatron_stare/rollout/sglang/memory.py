@@ -43,7 +43,7 @@ class Memory:
         await asyncio.gather(*(self.keep_released(server) for server in self.servers))
 
     async def keep_released(self, server: Server) -> None:
-        """While the trainer has the memory: release the server's, if it was started again."""
+        """Release a server's memory if it was started again while the trainer has the memory."""
         async with server.asking:
             if not self.training or server.released or server.state not in _ALIVE:
                 return

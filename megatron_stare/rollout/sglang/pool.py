@@ -117,7 +117,7 @@ class SGLangPool:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the pool gave up; None while it has not."""
+        """The reason why the pool gave up; None while it has not."""
         return self.admission.failure
 
     def submit(
@@ -148,7 +148,7 @@ class SGLangPool:
         self.run(self.requests.abort(named))
 
     def expect(self, version: int) -> None:
-        """From now on only servers that hold the weights of `version` (`note_loaded`) are asked.
+        """Ask from now on only servers that hold the weights of `version` (`note_loaded`).
 
         Runs in the pool's thread, between two of its steps: a server chosen before counts a request
         in flight, and no server chosen after holds other weights.
@@ -160,7 +160,7 @@ class SGLangPool:
         self._now(note(), 0.0)
 
     def note_loaded(self, servers: Iterable[Server]) -> None:
-        """These servers now hold the expected weights."""
+        """Note that these servers now hold the expected weights."""
         self._now(self.admission.note_loaded(servers), 0.0)
 
     def note_corrupt_sync(self, error: Exception) -> None:
@@ -188,7 +188,7 @@ class SGLangPool:
     def prefill(
         self, sequences: Sequence[numpy.ndarray]
     ) -> concurrent.futures.Future[dict[str, list[Prefill]]]:
-        """For each server that holds the expected weights: its log-probs of these ids."""
+        """The log-probs of these ids from each server that holds the expected weights."""
         return self.run(self._prefill(sequences))
 
     def counts(self) -> dict[str, float]:

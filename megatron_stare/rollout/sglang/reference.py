@@ -46,8 +46,8 @@ def read_logprobs(
     vocab_size: int,
     sequences: Sequence[numpy.ndarray],
 ) -> list[numpy.ndarray]:
-    """For each sequence of S ids the log-probs [S - 1, nats] of all but the first, at temperature
-    1. `vocab_size` is that of the servers' model.
+    """The log-probs [S - 1, nats] of all ids but the first, for each sequence of S ids, at
+    temperature 1. `vocab_size` is that of the servers' model.
 
     A sequence is sent to the server that reads the fewest; after a fault it is sent again, to
     another one if there is one, sglang.max_attempts times. ServerFault, FaultyAnswer: in vain.
@@ -104,7 +104,7 @@ async def _clients(
 
 
 def _run[T](work: Coroutine[Any, Any, T]) -> T:
-    """In a thread of its own: the caller may have an event loop, as in a notebook."""
+    """Run a coroutine in its own thread: the caller may have an event loop, as in a notebook."""
     thread = EventLoopThread("reference-servers")
     try:
         return thread.run(work)

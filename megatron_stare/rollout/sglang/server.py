@@ -204,7 +204,9 @@ class Server:
         return self.weights if self.model.adapters else ""
 
     def doubt(self) -> None:
-        """It may hold anything: all weights must be sent again before it is asked."""
+        """Note that the server may hold any weights: all must be sent again before it gets a
+        request.
+        """
         self.weights, self.has_base = "", False
 
     async def resume(self) -> None:
@@ -280,8 +282,8 @@ class Server:
 
 
 class _StartPatience:
-    """How long a start may take: `seconds` from the last time that a launched server's log grew,
-    and MOST_STARTS times as long in all. An attached server has no log here.
+    """The time that a start may take: `seconds` from the last time that a launched server's log
+    grew, and MOST_STARTS times as long in all. An attached server has no log here.
     """
 
     def __init__(self, process: ServerProcess | None, seconds: float) -> None:

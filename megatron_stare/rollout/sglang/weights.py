@@ -1,4 +1,4 @@
-"""How an SGLang server fuses, splits and hashes the weights that it receives.
+"""The way in which an SGLang server fuses, splits and hashes the weights that it receives.
 
 `Expected` hashes the same tensors when they are sent, so that the checksums of both ends can be
 compared (POST /weights_checker {"action": "checksum"}). A server fuses q, k, v to qkv_proj and
@@ -85,7 +85,7 @@ def fused_parts(config: Mapping[str, Any]) -> _Fused:
 
 
 def precise_weights(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """How the names of weights end that a server of any dtype holds in fp32."""
+    """Endings of the names of weights that a server of any dtype holds in fp32."""
     glm = str(config.get("model_type")).startswith("glm4_moe")
     return (_ROUTER_BIAS, _ROUTER) if glm else (_ROUTER_BIAS,)
 

@@ -72,8 +72,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How calls are written. `read` gives those in a text, in order;
-    the tools are needed for the types of arguments.
+    """A format of calls. `read` gives the calls in a text, in order; it needs the tools for the
+    types of arguments.
 
     `stop_strings` end a call: a loop that lets a model make one call at a time stops generating
     there; one that allows several in a turn waits for the end of the turn instead.

@@ -137,7 +137,9 @@ class Questions:
         ]
 
     def between(self, prompt: str, first: str, second: str) -> Question:
-        """Which of two responses is better: 1 the first, 0 the second, 0.5 neither."""
+        """The question about two responses: its value is 1 if the first is better, 0 if the second
+        is, and 0.5 for neither.
+        """
         mark = digest(repr((prompt, first, second)), 12)
         values = {"prompt": prompt, "first": first, "second": second, "mark": mark}
         return self._question(values, _better)

@@ -170,7 +170,7 @@ def _late(settings: JudgeConfig) -> Verdict:
 
 
 def _counted(verdict: Verdict, replies: Sequence[Reply], shared: int = 1) -> Verdict:
-    """With the cost of the replies, of which each belongs to `shared` responses."""
+    """The verdicts with the cost of the replies, of which each belongs to `shared` responses."""
     counts = {
         "judge/calls": sum(reply.asked for reply in replies) / shared,
         "judge/tokens": sum(reply.tokens for reply in replies) / shared,

@@ -111,7 +111,9 @@ def _is_main(condition: ast.expr) -> bool:
 
 
 def _opened(body: list[ast.stmt]) -> list[ast.stmt]:
-    """With the statements of `def check(candidate)` in place of it and of its call `check(f)`."""
+    """The program with the statements of `def check(candidate)` in place of it and of its call
+    `check(f)`.
+    """
     match body:
         case [*before, ast.FunctionDef(name=name) as check, ast.Expr(ast.Call(ast.Name(called)))]:
             call = body[-1].value  # type: ignore[attr-defined]

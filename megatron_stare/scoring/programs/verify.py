@@ -70,7 +70,7 @@ class RunProgram(Protocol):
 
 @dataclass(frozen=True)
 class CodeVerdict:
-    """How many tests pass."""
+    """The result of a program's tests."""
 
     passed: int
     total: int
@@ -131,7 +131,7 @@ class _Trial:
         return without_main(self.code)
 
     def failure(self, test: CodeTest) -> str:
-        """Why the program fails the test; empty: it passes."""
+        """The reason why the program fails the test; empty: it passes."""
         if test.function:
             return self._of_function(test)
         if test.assertion:
@@ -186,7 +186,9 @@ class _Trial:
         return self._line("\n".join(lines) + "\n", "", mark)
 
     def _checked(self, test: DividedTest, values: str, encoded: str) -> str:
-        """Which assertion does not hold of the program's values, found without the program."""
+        """The first assertion that does not hold of the program's values, in words; empty: all
+        hold. It is found without the program.
+        """
         held, mark = f"{values}_held", f"checked_{secrets.token_hex(16)}"
         lines = [
             DECODER.replace("{decode}", f"{values}_decode").replace("{modules}", repr(_MODULES)),

@@ -69,7 +69,7 @@ def digest(words: Words) -> str:
 
 
 def encode(old: Words, new: Words) -> Block:
-    """How to get from `old` to `new`, two blocks of the same words' size and number."""
+    """The encoded way from `old` to `new`, two blocks of the same words' size and number."""
     differ = old != new
     places = numpy.flatnonzero(differ)
     count = len(places)

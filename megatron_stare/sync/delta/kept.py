@@ -116,5 +116,5 @@ class KeptWeights:
 
 
 def _compared(old: Words, new: Words) -> Block:
-    """How many words differ, and nothing else."""
+    """A block that only counts the words that differ; nothing is encoded."""
     return Block("full", b"", int(numpy.count_nonzero(old != new)))

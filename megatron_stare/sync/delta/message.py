@@ -39,7 +39,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor itself."""
+        """The bytes of the tensor itself."""
         return self.elements * SIZES[self.dtype]
 
 

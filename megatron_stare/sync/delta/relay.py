@@ -258,7 +258,7 @@ def _frame_digest(directory: Path) -> str:
 
 
 def _times(directory: Path) -> list[int]:
-    """When each file was last written."""
+    """The time at which each file was last written."""
     return [file.stat().st_mtime_ns for file in sorted(directory.iterdir())]
 
 

@@ -100,8 +100,8 @@ class RelayTransport(Transport):
                 link.distrusted = True
 
     def metrics(self) -> dict[str, float]:
-        """Of the last version: bytes sent to all relays, and what all weights would have been;
-        the share of relays that took deltas. And how often a fault had all weights sent, so far.
+        """Metrics of the last version: bytes sent to all relays, and the bytes of all weights; the
+        share of relays that took deltas; and the number of faults so far that made all weights go.
         """
         return self._fraction.metrics() | {
             "sync_bytes": float(self._sent),

@@ -6,14 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megatron_stare.__main__ import main
 from megatron_stare.config import Config, UserError, dump, load, override
 from megatron_stare.data.prompts import load_prompts
-from megatron_stare.loop.cold_start import is_due, read_demonstrations
+from megatron_stare.loop.cold_start import cold_start, is_due, read_demonstrations
+from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.parts import load_tokenizer
+from megatron_stare.policy import topology as topologies
 from megatron_stare.reporting.logbook import read_metrics
+from tests.distributed import run_distributed
 from tests.small_run import small_config
 
 TEMPLATE = (
@@ -64,6 +68,39 @@ def test_a_run_without_arms_starts_from_its_demonstrations(
         assert main([*command, "cold_start.steps=3"]) == 2
         said = capsys.readouterr()
         assert "is the result of cold_start.steps=2, not 3" in said.err + said.out
+
+
+LAYOUTS = {
+    "one": (),
+    "DP2": ("policy.use_distributed_optimizer=true", "policy.packed_sequences=true"),
+    "TP2": ("policy.tensor_model_parallel_size=2", "policy.sequence_parallel=true"),
+    "PP2": ("policy.pipeline_model_parallel_size=2",),
+    "CP2": ("policy.context_parallel_size=2",),
+}
+
+
+def cold_starts(rank: int, world_size: int, recipe: Path) -> None:
+    """The result of every layout of this many ranks, under its name."""
+    for name in LAYOUTS if world_size > 1 else ("one",):
+        config = override(load(recipe), LAYOUTS[name])
+        target = recipe.parent / f"{name} of {world_size}"
+        assert cold_start(config, topologies.start(config.policy), Interrupt(), target)
+
+
+@pytest.mark.slow
+def test_the_result_is_the_same_under_every_layout(tmp_path: Path) -> None:
+    lengths = "cold_start.batch_size=5", "cold_start.steps=4", "cold_start.lr=1e-3"
+    recipe = prepared(tmp_path, *lengths)
+    for world_size in (1, 2):
+        run_distributed(cold_starts, world_size, recipe)
+    expected = load_file(tmp_path / "one of 1" / "model.safetensors")
+    start = load_file(tmp_path / "model" / "model.safetensors")
+    for name in LAYOUTS:
+        weights = load_file(tmp_path / f"{name} of 2" / "model.safetensors")
+        assert weights.keys() == expected.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(weights[key], tensor, rtol=0, atol=2e-5, msg=f"{name} {key}")
+            assert "norm" in key or (tensor - start[key]).abs().max() > 1e-3
 
 
 def test_a_copied_run_has_had_its_cold_start(tmp_path: Path) -> None:

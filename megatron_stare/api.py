@@ -214,7 +214,7 @@ def _as_yaml(key: str, value: Any) -> str:
     try:
         return json.dumps(value)
     except TypeError:
-        raise UserError(f"{key}={value!r} is no value of a setting") from None
+        raise UserError(f"{key}={value!r} is not a value of a setting") from None
 
 
 def _prompt(

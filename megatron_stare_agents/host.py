@@ -40,12 +40,12 @@ def load(path):
     """The function of a dotted path."""
     module, _, name = path.rpartition(".")
     if not module:
-        raise ImportError(f"{path!r} is no dotted path; write package.module.function")
+        raise ImportError(f"{path!r} is not a dotted path; write package.module.function")
     sys.path[0] = os.getcwd()
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the adapters
     found = getattr(importlib.import_module(module), name)
     if not callable(found):
-        raise TypeError(f"{path} is no function")
+        raise TypeError(f"{path} is not a function")
     return found
 
 

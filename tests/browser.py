@@ -1,7 +1,7 @@
 """Chromium for tests, and axe-core's findings on a page in it.
 
 Chromium is CHROMIUM or on the PATH; playwright's Python package drives it (make browser). npm
-provides axe-core for the run of a test; it is no part of the package. A test is skipped where
+provides axe-core for the run of a test; it is not part of the package. A test is skipped where
 something is missing.
 """
 

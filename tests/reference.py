@@ -144,7 +144,7 @@ def e4m3_blocks(weight_OI: Tensor, block: int = 128) -> Tensor:
     codes = torch.tensor(
         [m * 2.0**-9 if e == 0 else (8 + m) * 2.0 ** (e - 10) for e in range(16) for m in range(8)],
         dtype=torch.float64,
-    )[:-1]  # the last is no number
+    )[:-1]  # the last is not a number
     found = torch.zeros_like(weight_OI, dtype=torch.float64)
     for top in range(0, weight_OI.shape[0], block):
         for left in range(0, weight_OI.shape[1], block):

@@ -168,7 +168,7 @@ def test_overrides_are_values_or_the_words_of_the_command_line(tmp_path):
     ("overrides", "message"),
     [
         ("optimizer.lr=1", r"must be a list of settings"),
-        ({"optimizer.lr": object()}, r"optimizer.lr=<object .* is no value of a setting"),
+        ({"optimizer.lr": object()}, r"optimizer.lr=<object .* is not a value of a setting"),
         ({"optimizer.rate": 1}, r"optimizer.rate"),
         ({"optimizer.lr": "fast"}, r"optimizer.lr"),
     ],

@@ -91,7 +91,7 @@ MISTAKES = {
     "an option as command": Mistake(": --trian", "did you mean 'train'?"),
     "no command": Mistake(":", "a command is missing; give one of"),
     "no source": Mistake(": train", "required: source; `megatron_stare train --help`"),
-    "a wrong type": Mistake("optimizer.lr=fast", "optimizer.lr=fast is no float; the default is"),
+    "a wrong type": Mistake("optimizer.lr=fast", "lr=fast is not of type float; the default is"),
     "out of range": Mistake("optimizer.lr=-1", "it must lie in [0, inf); the default is 1e-06"),
     "no data file": Mistake(
         "data.prompt_data=no.jsonl", "data.prompt_data=no.jsonl does not exist"

@@ -212,7 +212,7 @@ def _opened(page: str, report: Path) -> Step:
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if not chromium:
         if "<html" not in report.read_text(encoding="utf-8"):
-            raise Stuck(f"{report} is no page")
+            raise Stuck(f"{report} is not a page")
         sees = f"{report.stat().st_size:,} bytes; no Chromium to open it"
         return Step(page, command, 0.0, 0.0, sees)
     options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000")

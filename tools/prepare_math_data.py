@@ -208,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _source(text: str) -> tuple[str, str]:
     name, separator, source = text.partition("=")
     if not separator or name not in LAYOUTS:
-        raise UserError(f"{text!r} is no LAYOUT=SOURCE; LAYOUT is one of {', '.join(LAYOUTS)}")
+        raise UserError(f"{text!r} is not LAYOUT=SOURCE; LAYOUT is one of {', '.join(LAYOUTS)}")
     return name, source
 
 

@@ -2,9 +2,9 @@
 again.
 
 A frame is MAGIC, the lengths of its two parts, their CRC-32, a line of JSON with every field that
-is no array, and then the arrays, little-endian, one after another. Frames follow each other without
-a gap; a torn or damaged one does not hide the next. Checkpoints, and messages between processes,
-hold rollouts in the same form.
+is not an array, and then the arrays, little-endian, one after another. Frames follow each other
+without a gap; a torn or damaged one does not hide the next. Checkpoints, and messages between
+processes, hold rollouts in the same form.
 
 Each step has one file under run.dir/rollouts, or in a worker process's folder below it, with one
 frame per rollout. A frame goes to the operating system as soon as the rollout is
@@ -364,7 +364,7 @@ def _entries(content: bytes) -> Iterator[_Entry | InvalidBytes]:
         elif (
             not isinstance(found.record, Rollout) or not numpy.isfinite(found.record.logprobs).all()
         ):
-            yield InvalidBytes(found.start, "a log-prob is no finite number")
+            yield InvalidBytes(found.start, "a log-prob is not a finite number")
         else:
             match found.extra:
                 case {"key": [int() as prompt, int() as number], "attempt": str() as attempt}:

@@ -99,8 +99,8 @@ def _source(direction: str, source: Path) -> Path:
             break
     if not model_state.is_distributed(source):
         raise UserError(
-            f"SOURCE {source} is no Megatron distributed checkpoint (metadata.json and .metadata); "
-            "give a run directory, one of its checkpoints, or what hf-to-megatron wrote"
+            f"SOURCE {source} is not a distributed checkpoint of Megatron's (metadata.json and "
+            ".metadata); give a run directory, one of its checkpoints, or what hf-to-megatron wrote"
         )
     if not (source / "config.json").is_file():
         raise UserError(

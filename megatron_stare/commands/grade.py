@@ -174,7 +174,7 @@ def _decoded(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise BadRow(f"is not UTF-8 (byte {error.start})") from None
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"is no JSON ({str(error).splitlines()[0]})") from None
+        raise BadRow(f"is not JSON ({str(error).splitlines()[0]})") from None
     if not isinstance(row, dict):
         raise BadRow("is not a JSON object")
     return row
@@ -183,7 +183,7 @@ def _decoded(line: bytes) -> dict[str, Any]:
 def _sample(row: dict[str, Any], data: DataConfig) -> Sample:
     response = row.get("response")
     if not isinstance(response, str):
-        raise BadRow(f"field 'response' is {'missing' if response is None else 'no string'}")
+        raise BadRow(f"field 'response' is {'missing' if response is None else 'not a string'}")
     label, judge = row.get(data.label_key), row.get("reward_model")
     if label is None and isinstance(judge, dict):
         label = judge.get("ground_truth")

@@ -165,13 +165,13 @@ def _parsed(item: str) -> tuple[str, Any]:
         raise unknown(key)
     default = lookup(Config(), key)
     if text == "???":
-        raise UserError(f"override {item!r}: ??? is no value; the default is {default!r}")
+        raise UserError(f"override {item!r}: ??? is not a value; the default is {default!r}")
     _refuse_interpolation(text, f"override {item!r} contains")
     try:
         value = yaml.load(text, _Loader) if text else ""
     except yaml.YAMLError as error:
         raise UserError(
-            f"override {item!r} is no YAML{_problem(error)}; the default is {default!r}"
+            f"override {item!r} is not a YAML{_problem(error)}; the default is {default!r}"
         ) from None
     if isinstance(value, int | float) and key in settings() and settings()[key].kind is str:
         return key, text  # a directory named 007 keeps its zeros
@@ -206,7 +206,7 @@ def _refusal(place: list[str], value: Any) -> str:
     keys = [".".join(place[:end]) for end in range(len(place), 0, -1)]
     key = next((key for key in keys if key in settings()), None)
     if key is None:
-        return f"{keys[0]}={value!r} is no section; give its fields by name"
+        return f"{keys[0]}={value!r} is not a section; give its fields by name"
     setting, rest = settings()[key], place[key.count(".") + 1 :]
     if not rest:
         return setting.refusal(value)

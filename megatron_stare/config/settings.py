@@ -98,7 +98,7 @@ class Setting:
         if isinstance(value, int | float) and self._is_number(value):
             allowed = f"lie in {self.interval}" if self.interval else "be a finite number"
             return f"{text} is out of range; it must {allowed}{default}"
-        return f"{text} is no {self.type_name}{self._form(value) or default}"
+        return f"{text} is not of type {self.type_name}{self._form(value) or default}"
 
     def _form(self, value: Any) -> str:
         """How to write a list or mapping, with this value where it fits."""

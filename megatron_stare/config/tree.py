@@ -261,7 +261,7 @@ def _check_data(config: Config) -> None:
         if name not in evaluation.eval_data:
             known = ", ".join(evaluation.eval_data) or "none"
             raise UserError(
-                f"evaluation.per_set has {name!r}, which is no set of evaluation.eval_data "
+                f"evaluation.per_set has {name!r}, which is not a set of evaluation.eval_data "
                 f"({known})"
             )
     if not all(word.strip() for word in evaluation.reflection_words):
@@ -303,7 +303,7 @@ def _check_servers(config: Config) -> None:
         for url in filter(None, urls):
             if not url.startswith(("http://", "https://")):
                 raise UserError(
-                    f"sglang.{key} has {url!r}, which is no address; write http://host:port"
+                    f"sglang.{key} has {url!r}, which is not an address; write http://host:port"
                 )
     if servers.sync_method == "delta" and not servers.relays:
         raise UserError(
@@ -372,7 +372,7 @@ def _check_speculation(config: Config) -> None:
 def _check_sandbox(config: Config) -> None:
     sandbox = config.sandbox
     if sandbox.url and not sandbox.url.startswith(("http://", "https://")):
-        raise UserError(f"sandbox.url={sandbox.url!r} is no address; write http://host:port")
+        raise UserError(f"sandbox.url={sandbox.url!r} is not an address; write http://host:port")
     if sandbox.url and sandbox.stateful:
         raise UserError(
             f"sandbox.stateful=true is not possible with sandbox.url={sandbox.url}, which keeps no "
@@ -416,7 +416,7 @@ def _check_judge(config: Config) -> None:
         )
     for url in judge.urls:
         if not url.startswith(("http://", "https://")):
-            raise UserError(f"judge.urls: {url!r} is no address; write http://host:port/v1")
+            raise UserError(f"judge.urls: {url!r} is not an address; write http://host:port/v1")
     if judge.kind == "pairwise" and config.rollout.n_samples_per_prompt < 2:
         raise UserError(
             "judge.kind=pairwise compares responses to one prompt, and "

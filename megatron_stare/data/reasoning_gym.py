@@ -46,7 +46,7 @@ def _settings(source: str, written: str) -> dict[str, Any]:
     for pair in filter(None, written.split("&")):
         key, equals, value = pair.partition("=")
         if not equals:
-            raise UserError(f"{source}: {pair!r} is no key=value; write NAME?size=500&seed=1")
+            raise UserError(f"{source}: {pair!r} is not key=value; write NAME?size=500&seed=1")
         try:
             found[key] = json.loads(value)
         except ValueError:
@@ -64,7 +64,7 @@ def _dataset(source: str, name: str, settings: dict[str, Any]) -> Any:
         ) from None
     if name not in DATASETS:
         raise UserError(
-            f"{source}: {name!r} is no data set of reasoning-gym{nearest(name, DATASETS)}"
+            f"{source}: {name!r} is not a data set of reasoning-gym{nearest(name, DATASETS)}"
         )
     try:
         return reasoning_gym.create_dataset(name, **settings)

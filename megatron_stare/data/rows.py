@@ -134,7 +134,7 @@ def _row(raw: RawRow, config: DataConfig) -> Row:
 
 def metadata_of(row: dict[str, Any], config: DataConfig) -> dict[str, Any]:
     """The row's metadata; its key `data_source` names the row's data set, if the row does. BadRow:
-    the metadata is no object.
+    the metadata is not an object.
     """
     key = config.metadata_key if row.get(config.metadata_key) is not None else "extra_info"
     metadata = _decoded(row.get(key), key)

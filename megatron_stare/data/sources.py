@@ -190,7 +190,7 @@ def _json(path: Path) -> Iterator[RawRow]:
     rows, fault = _decoded(path.read_bytes())
     if fault:
         raise UserError(
-            f"{path} begins with '[' but is no JSON array; write it again, or as .jsonl"
+            f"{path} begins with '[' but is not a JSON array; write it again, or as .jsonl"
         )
     for number, row in enumerate(rows, start=1):
         yield RawRow(str(path), number, row)
@@ -205,7 +205,7 @@ def _parquet(path: Path) -> Iterator[RawRow]:
             yield from _batches(path, file.iter_batches(_BATCH))
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(
-            f"{path} is no readable parquet file ({str(error).splitlines()[0]}); write it again"
+            f"{path} is not a readable parquet file ({str(error).splitlines()[0]}); write it again"
         ) from None
 
 
@@ -225,7 +225,7 @@ def _arrow(path: Path) -> Iterator[RawRow]:
             yield from _batches(path, batches)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(
-            f"{path} is no readable arrow file ({str(error).splitlines()[0]}); write it again"
+            f"{path} is not a readable arrow file ({str(error).splitlines()[0]}); write it again"
         ) from None
 
 

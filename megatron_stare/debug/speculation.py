@@ -12,7 +12,7 @@ A deterministic draft is accepted exactly if the target's sample equals it, and 
 depend on drafts. Hence the recorded tokens give the accept length exactly, for every drafter.
 
 Rollouts of a step advance together, one decoding step at a time: a draft sees of another rollout
-only what was sampled before. A draft ends with the turn: what follows a tool call is no sample.
+only what was sampled before. A draft ends with the turn: what follows a tool call is not a sample.
 
 Sources:
     own     the prompt and the response so far

@@ -29,7 +29,7 @@ def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[s
 
     logprob_diff is |ln pi_trainer - ln pi_engine| over tokens that the current weights sampled:
     mean, maximum, mean clamped k3, and mean from each position of the response on. Other tokens
-    were sampled by older weights, so that their difference is no fault; rollout_diff is over all
+    were sampled by older weights, so that their difference is not a fault; rollout_diff is over all
     tokens, and so is rollout_effective_fraction, (sum r)^2 / (n sum r^2) with r = pi_trainer /
     pi_engine: the effective sample size of importance weights. Those sampled at another temperature
     are in none of them.

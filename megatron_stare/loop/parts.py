@@ -94,8 +94,8 @@ def offered_tools(config: Config) -> Sequence[Tool]:
     """The tools of prompts without tools of their own:
     those that every episode of the environment has.
 
-    None where tools differ between episodes, and none for code in a turn, which is no call that a
-    template describes.
+    None where tools differ between episodes, and none for code in a turn, which is not a call that
+    a template describes.
     """
     name = config.tools.environment
     if not name or config.tools.format == "code":

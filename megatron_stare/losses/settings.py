@@ -87,7 +87,7 @@ def resolved(name: str, own: Mapping[str, Setting], config: LossConfig) -> dict[
         if key in own and key not in free:
             raise UserError(f"{_PREFIX}{key} is a field of its own; write loss.{key}")
         if key not in own:
-            raise UserError(f"{_PREFIX}{key} is no setting of {name}{nearest(key, free)}")
+            raise UserError(f"{_PREFIX}{key} is not a setting of {name}{nearest(key, free)}")
     values = {}
     for key, setting in own.items():
         value = config.settings.get(key) if key in free else getattr(config, key)

@@ -77,7 +77,7 @@ def read_machine(file: Path) -> Machine:
         ) from error
     known = vars(H100)
     if not isinstance(figures, dict):
-        raise UserError(f"--machine {file} is no table of figures; `gpuday` writes one")
+        raise UserError(f"--machine {file} is not a table of figures; `gpuday` writes one")
     for name, value in figures.items():
         if name not in known:
             raise UserError(f"--machine {file}: {name} is unknown{nearest(str(name), known)}")

@@ -17,7 +17,7 @@ LARGE = (1.05, 0.95)  # W and M of 14B and 32B
 
 
 def short_cot_1_5b() -> Config:
-    """Qwen2.5-Math-1.5B on one GPU. It is no row of the paper: hyperparameters are those of 7B."""
+    """Qwen2.5-Math-1.5B on one GPU. It is not in the paper: hyperparameters are those of 7B."""
     return published(
         "short_cot_1_5b",
         "Qwen2.5-Math-1.5B",

@@ -4,7 +4,7 @@
 Known of the paper's run: Qwen2.5-7B after a cold start on ReTool's 2,000 conversations, 8k tokens
 [from notes, not from its code]; rollout.rollout_max_response_len=8192 is that. These recipes give
 an episode 32k, tool output included. Not known, and chosen here: everything of the cold start but
-its data, turns, reward shaping (none), the sandbox. The 32B model is no row of the paper's table.
+its data, turns, reward shaping (none), the sandbox. The paper's table has no 32B model.
 """
 
 import dataclasses

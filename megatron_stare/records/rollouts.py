@@ -44,7 +44,7 @@ def fixed_array(
     with numpy.errstate(over="ignore"):
         found = given.astype(kind)
     if kind is not numpy.float32 and (found != given).any():
-        raise ValueError(f"{name}: {given[found != given][0]} is no {kind.__name__}")
+        raise ValueError(f"{name}: {given[found != given][0]} is not of type {kind.__name__}")
     found.flags.writeable = False
     return found
 

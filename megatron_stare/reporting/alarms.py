@@ -34,7 +34,7 @@ def append(directory: Path, alarm: Alarm) -> None:
 
 def read_alarms(directory: Path) -> list[Alarm]:
     """A run directory's alarms in their order; a last line torn by a kill is left out. UserError
-    names any other line that is no alarm.
+    names any other line that is not an alarm.
     """
     path = Path(directory) / NAME
     lines = path.read_bytes().split(b"\n") if path.is_file() else []

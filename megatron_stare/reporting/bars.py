@@ -27,7 +27,7 @@ def progress(
     enabled: bool = True,
     stream: TextIO | None = None,
 ) -> Iterator[Bar]:
-    """A progress bar for a long phase; sparse plain lines if the output (stderr) is no terminal.
+    """A progress bar for a long phase; sparse plain lines if the output (stderr) is not a terminal.
 
         with progress("SFT", total=400) as bar:
             for ...:

@@ -221,7 +221,7 @@ def read(directory: Path, step: int) -> Diagnostics:
 
 
 def _built(kind: Any, value: Any) -> Any:
-    """Invert dataclasses.asdict. KeyError, TypeError: `value` is no such tree."""
+    """Invert dataclasses.asdict. KeyError, TypeError: `value` is not such a tree."""
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         known = [each.name for each in dataclasses.fields(kind)]

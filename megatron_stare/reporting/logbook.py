@@ -29,7 +29,7 @@ METRICS_NAME = "metrics.jsonl"
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, in file order.
 
-    A last line without its line feed that is no JSON was torn by a kill and is left out; anything
+    A last line without its line feed that is not JSON was torn by a kill and is left out; anything
     else that is not a JSON object with an integer `step` raises UserError naming the line.
     """
     try:

@@ -273,14 +273,14 @@ class Prometheus:
 
 
 def _for_loopback(app: Any) -> Any:
-    """The WSGI application, but for requests whose Host is no loopback address: 421."""
+    """The WSGI application, but for requests whose Host is not a loopback address: 421."""
 
     def answer(environ: dict[str, Any], start: Any) -> Any:
         host = re.sub(r":\d+$", "", environ.get("HTTP_HOST", "")).strip("[]")
         if host in LOOPBACK:
             return app(environ, start)
         start("421 Misdirected Request", [("Content-Type", "text/plain")])
-        return [b"the Host of the request is no loopback address\n"]
+        return [b"the Host of the request is not a loopback address\n"]
 
     return answer
 

@@ -150,8 +150,8 @@ class Limits:
 
 
 def ids_of(values: Sequence[Any] | numpy.ndarray) -> numpy.ndarray:
-    """An engine's ids, int32. FaultyAnswer: one is no integer, or larger than any id."""
-    _require(values, {int}, FaultyAnswer, "id {} at place {} is no whole number")
+    """An engine's ids, int32. FaultyAnswer: one is not an integer, or larger than any id."""
+    _require(values, {int}, FaultyAnswer, "id {} at place {} is not a whole number")
     try:
         return _array(values, numpy.int32, "ids")
     except (ValueError, OverflowError) as error:
@@ -160,7 +160,7 @@ def ids_of(values: Sequence[Any] | numpy.ndarray) -> numpy.ndarray:
 
 def logprobs_of(values: Sequence[Any] | numpy.ndarray) -> numpy.ndarray:
     """An engine's log-probs, float32. UnsoundAnswer: one is not a number."""
-    _require(values, {int, float}, UnsoundAnswer, "log-prob {} at place {} is no finite number")
+    _require(values, {int, float}, UnsoundAnswer, "log-prob {} at place {} is not a finite number")
     try:
         return _array(values, numpy.float32, "log-probs")
     except (ValueError, OverflowError) as error:
@@ -209,7 +209,7 @@ def check_answer(
     unsound = ~numpy.isfinite(logprobs)
     if unsound.any():
         place = int(unsound.argmax())
-        raise UnsoundAnswer(f"log-prob {logprobs[place]} at place {place} is no finite number")
+        raise UnsoundAnswer(f"log-prob {logprobs[place]} at place {place} is not a finite number")
     if len(ids) and logprobs.max() > LARGEST_LOGPROB:
         place = int(logprobs.argmax())
         raise FaultyAnswer(f"log-prob {logprobs[place]} at place {place} is above 0")

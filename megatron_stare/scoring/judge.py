@@ -78,7 +78,8 @@ def _format_settings(scoring: ScoringConfig) -> dict[str, Any]:
         re.compile(scoring.format_pattern)
     except re.error as error:
         raise UserError(
-            f"scoring.format_pattern={scoring.format_pattern!r} is no regular expression: {error}"
+            f"scoring.format_pattern={scoring.format_pattern!r} is not a regular expression: "
+            f"{error}"
         ) from None
     if not scoring.format_pattern:
         raise UserError(

@@ -36,7 +36,7 @@ class RemoteRewardModel:
     def __init__(self, scoring: ScoringConfig) -> None:
         if not scoring.remote_url.startswith(("http://", "https://")):
             raise UserError(
-                f"scoring.remote_url={scoring.remote_url!r} is no address; write "
+                f"scoring.remote_url={scoring.remote_url!r} is not an address; write "
                 "http://host:port/path"
             )
         try:

@@ -24,7 +24,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "devanagari": ("DEVANAGARI",),
     "thai": ("THAI",),
 }
-# A letter by itself. Before a further word it must be a capital that is no word of English: in "a
+# A letter by itself. Before a further word it must be a capital that is not an English word: in "a
 # mystery" and "I think" no choice is made, except for a few words that give the reason.
 _REASON = r"(?=\s+(?i:because|since|as|is|was|for|and|which|where)\b)"
 _BEFORE_WORDS = rf"(?:[B-HJ-Z](?=\s)|[AI]{_REASON})"
@@ -57,7 +57,7 @@ def multiple_choice(
     """
     wanted = _letter(label)
     if wanted is None:
-        return unverifiable(f"the label {label[:80]!r} is no choice letter")
+        return unverifiable(f"the label {label[:80]!r} is not a choice letter")
     answer = extract(response, extraction, tag)
     if answer is None and extraction == "any":
         answer = next((match[1] for match in reversed(list(_CHOSEN.finditer(response)))), None)

@@ -106,10 +106,10 @@ def test_several_rewards_show_their_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[1]", "is not a JSON object"),
         ({"label": "1"}, "field 'response' is missing"),
-        ({"response": 1, "label": "1"}, "field 'response' is no string"),
+        ({"response": 1, "label": "1"}, "field 'response' is not a string"),
         ({"response": "1"}, "neither 'label' nor reward_model.ground_truth"),
         ({"response": "1", "label": ["1"]}, "field 'label' is list"),
         ({"response": "1", "label": "1", "metadata": 3}, "field 'metadata' is int"),

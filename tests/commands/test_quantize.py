@@ -123,7 +123,7 @@ def test_few_prompts_measure_on_themselves_and_say_so(
 ) -> None:
     write_prompts(
         place / "prompts.jsonl", [*PROMPTS[:3], PROMPTS[0]]
-    )  # the repeated one is no fourth
+    )  # the repeated one is not a fourth
     assert main(command(place, "--format", "int8")) == 0
     record = json.loads((place / "target/quantization.json").read_text())
     assert record["calibration"]["prompts"] == record["measured_on"]["prompts"] == 3

@@ -59,7 +59,7 @@ def test_a_row_of_another_source_is_unverifiable():
         (f"{PREFIX}chain_sums", "did you mean 'chain_sum'"),
         (f"{PREFIX}chain_sum?terms=2", "refuses these settings"),
         (f"{PREFIX}chain_sum?min_terms=0", "refuses these settings"),
-        (f"{PREFIX}chain_sum?size", "is no key=value"),
+        (f"{PREFIX}chain_sum?size", "is not key=value"),
         (f"{PREFIX}boxnet", "own answer"),
         (f"{PREFIX}graph_color", "own answer"),
         (f"{PREFIX}propositional_logic", "own answer"),

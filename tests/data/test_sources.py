@@ -104,7 +104,7 @@ def test_both_arrow_formats(tmp_path):
 
 def test_damaged_arrow(tmp_path):
     (tmp_path / "a.arrow").write_bytes(b"no arrow at all, but long enough to look at")
-    assert "a.arrow is no readable arrow file" in refusal(tmp_path / "a.arrow")
+    assert "a.arrow is not a readable arrow file" in refusal(tmp_path / "a.arrow")
 
 
 @pytest.mark.parametrize("folder", ["", "data"])
@@ -150,7 +150,7 @@ def test_json_array(tmp_path):
     write_lines(tmp_path / "b.json", ROWS)
     assert labels(tmp_path / "b.json") == ALL
     (tmp_path / "a.json").write_text("[1, 2")
-    assert "no JSON array" in refusal(tmp_path / "a.json")
+    assert "not a JSON array" in refusal(tmp_path / "a.json")
 
 
 def test_a_users_function():

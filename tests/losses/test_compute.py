@@ -370,7 +370,7 @@ def test_controllers_move_once_per_step():
     [
         ("stair", {}, "did you mean 'stare'"),
         ("steer", {"w_mim": 0.7}, "did you mean 'w_min'"),
-        ("steer", {"w_min": "low"}, "loss.settings.w_min=low is no float"),
+        ("steer", {"w_min": "low"}, "loss.settings.w_min=low is not of type float"),
         ("steer", {"w_min": -1.0}, "out of range"),
         ("steer", {"mapping": "square"}, "linear, exp"),
         ("arm", {}, "needs loss.settings.alpha"),

@@ -35,5 +35,5 @@ def test_a_part_that_goes_on_keeps_its_choices():
     assert first != Rollout(
         (1, 2), (0, 0), (1, 1), status="aborted", weight_version=3, routing=[4, 6]
     )
-    with pytest.raises(ValueError, match="routing: 256 is no uint8"):
+    with pytest.raises(ValueError, match="routing: 256 is not of type uint8"):
         Rollout((1,), (0,), (1,), status="completed", weight_version=0, routing=[256])

@@ -226,8 +226,8 @@ def test_a_group_without_a_loss_token_has_no_signal() -> None:
             "'math', which decides right or wrong, is not in scoring.rewards",
         ),
         (["reward=format"], "scoring.format_pattern is empty"),
-        (["reward=format", "format_pattern='('"], "no regular expression"),
-        (["reward=remote"], "scoring.remote_url='' is no address"),
+        (["reward=format", "format_pattern='('"], "not a regular expression"),
+        (["reward=remote"], "scoring.remote_url='' is not an address"),
         (["overlong_buffer_len=11"], "exceeds rollout.rollout_max_response_len=10"),
     ],
 )
@@ -240,7 +240,7 @@ def test_what_cannot_work_is_refused_before_any_sample(overrides: list[str], mes
     ("override_text", "message"),
     [
         ("rewards={math: .inf}", "must be a finite number"),
-        ("rewards={math: much}", "scoring.rewards.math=much is no float"),
+        ("rewards={math: much}", "scoring.rewards.math=much is not of type float"),
         ("extraction=box", "not one of boxed, answer, tag, any"),
         ("verifier_timeout=0", "out of range"),
     ],

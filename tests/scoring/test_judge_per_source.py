@@ -60,7 +60,7 @@ def test_each_row_has_the_verdict_of_its_data_sets_reward(judge: Judge) -> None:
     assert metrics["reward/per_source/walks"] == 0.5
     (verdict,) = judge.verdicts([Sample("4", "4", {"data_source": "songs"})])
     assert "scoring.per_source has no 'songs'" in verdict.reason
-    assert judge.scoring.deciding({"data_source": ["sums"]}) == "", "a list is no name"
+    assert judge.scoring.deciding({"data_source": ["sums"]}) == "", "a list is not a name"
 
 
 def test_it_is_summed_with_rewards_of_all_rows_and_shaped() -> None:

@@ -74,7 +74,7 @@ class Job:
 
 
 class Run:
-    """A run directory of the quickstart's one arm, or of a run that is no comparison."""
+    """A run directory of the quickstart's one arm, or of a run that is not a comparison."""
 
     def __init__(self, directory: Path, arm: str = "seed0/stare") -> None:
         self.directory = directory

@@ -140,7 +140,7 @@ def test_apptainer_stands_before_the_command(tmp_path):
 
 
 def test_mounts_are_split_at_commas_alone(tmp_path):
-    """A blank belongs to a name, and a star is no pattern."""
+    """A blank belongs to a name, and a star is not a pattern."""
     places = "/data/my models,/work/*,/runs"
     for image, wanted in (
         ("apptainer:/images/stare.sif", places),

@@ -129,4 +129,4 @@ def read_result(directory: Path, stage: str) -> Result | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file} is no result of a stage ({error}); remove it") from error
+        raise UserError(f"{file} is not a result of a stage ({error}); remove it") from error

@@ -41,7 +41,7 @@ TRAIN, HELDOUT, DEMONSTRATIONS = 4096, 256, 25_600
 
 CAVEATS = (
     "The task is built so that a tool is needed: the model cannot multiply, the calculator can. It "
-    "shows that tool use is learnt, and is no benchmark.",
+    "shows that tool use is learnt, and is not a benchmark.",
     "Held-out problems are of the kind that is present in training.",
 )
 

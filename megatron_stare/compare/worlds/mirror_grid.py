@@ -56,7 +56,7 @@ CAVEATS = (
     "x = 8, y = 7. An answer names each move and the cell that it leads to, as in `e44n45...`: "
     "e, w, n and s go one cell, r swaps x and y, f turns x into 9 - x.",
     "The task is built so that two rare moves (r and f) matter: no HARD problem can be solved "
-    "without them. It shows a mechanism and is no benchmark.",
+    "without them. It shows a mechanism and is not a benchmark.",
     "HARD is in-distribution: held-out pairs of a kind that is present in training.",
     "The paper's fixed W=1.1, M=0.9 does nothing at this size: the weight needed grows as batches "
     "shrink. Here they only start the adaptive rule, with alpha 0.05 and W up to 2 (the paper's "

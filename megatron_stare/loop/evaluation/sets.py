@@ -101,8 +101,8 @@ def policy_name(config: Config, weights: str) -> str:
     """Names what answers: the weights by their hash, what else a model directory says of how they
     are used (shape, tokenizer, end of a response), the engine, and its tools.
 
-    The step is no part of it: a run that went back and trained on again has other weights under the
-    same number, and the same weights may come under two.
+    The step is not part of it: a run that went back and trained on again has other weights under
+    the same number, and the same weights may come under two.
     """
     directory = Path(config.policy.hf_checkpoint)
     files = {

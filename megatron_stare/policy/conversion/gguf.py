@@ -63,7 +63,7 @@ def _read(source: Path) -> tuple[Any, Any, dict[str, Tensor]]:
         found = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=empty)
     except (ValueError, KeyError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
         raise UserError(
-            f"SOURCE {source} is no GGUF file that transformers reads: "
+            f"SOURCE {source} is not a GGUF file that transformers reads: "
             f"{' '.join(str(error).split()) or type(error).__name__}"
         ) from None
     tensors = dict(found["tensors"])

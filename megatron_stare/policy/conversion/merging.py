@@ -62,7 +62,7 @@ class MergedReader:
         self.directory = directory = base or Path(self.adapters.stored["base"])
         if not directory.is_dir():
             raise UserError(
-                f"{source} holds adapters of {directory}, which is no directory; give the base "
+                f"{source} holds adapters of {directory}, which is not a directory; give the base "
                 "model's with --base"
             )
         self.entries = {entry.megatron: entry for entry in name_table(hf)}

@@ -70,7 +70,7 @@ def load_exported(directory: Path) -> PreTrainedModel:
     wrong = sorted(report["missing_keys"] | report["unexpected_keys"])
     if wrong or not scales:
         raise RuntimeError(
-            f"{directory} is no whole export of a quantised model: "
+            f"{directory} is not a whole export of a quantised model: "
             f"{wrong or 'nothing is quantised'}"
         )
     model = model.to(runtime.device()).eval()

@@ -5,7 +5,7 @@
 
 The engine below answers each call from token ids. New weights do not end a call: its client waits.
 An episode that fails for a reason that is not the model's (a host that dies, an agent that raises,
-a reward that is no number) has no loss token and no reward, and is counted by its cause.
+a reward that is not a number) has no loss token and no reward, and is counted by its cause.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def read(body: Mapping[str, Any]) -> ModelCall:
 
 
 def count_of(body: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these values that is given. BadCall: it is no positive integer."""
+    """The first of these values that is given. BadCall: it is not a positive integer."""
     for name in names:
         value = body.get(name)
         if value is None:

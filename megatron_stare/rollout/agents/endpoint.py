@@ -175,7 +175,7 @@ def _json(body: str) -> dict[str, Any]:
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise BadCall(f"the body is no JSON ({error})") from None
+        raise BadCall(f"the body is not JSON ({error})") from None
     if not isinstance(found, dict):
         raise BadCall("the body must be a JSON object")
     return found

@@ -59,7 +59,7 @@ def checked(messages: Any) -> list[Message]:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The content as one text. BadCall: a part of it is no text."""
+    """The content as one text. BadCall: a part of it is not text."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -80,7 +80,7 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:
-    """A call's arguments as a value; the text itself where it is no JSON."""
+    """A call's arguments as a value; the text itself where it is not JSON."""
     text = call["function"].get("arguments", "")
     if not isinstance(text, str):
         return text

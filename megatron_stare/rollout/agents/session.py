@@ -171,7 +171,8 @@ class AgentSession:
         name, _, number = call.previous.partition("_")
         own = name == digest(self.key, 8) and number.isdigit()
         if not own or int(number) >= len(self.tree.nodes):
-            raise BadCall(f"previous_response_id=resp_{call.previous} is no answer of this episode")
+            answer = f"previous_response_id=resp_{call.previous}"
+            raise BadCall(f"{answer} is not an answer of this episode")
         node = self.tree.nodes[int(number)]
         before, new = node.history[node.instructed :], call.messages
         first = [new[0]] if call.instructed else []

@@ -154,7 +154,7 @@ class RemoteSandbox:
             raise
         except Exception as error:  # the answer is the server's: it may hold anything
             raise Unanswered(
-                f"an answer that is no /run_code answer ({type(error).__name__}: {error})"
+                f"an answer that is not one of /run_code ({type(error).__name__}: {error})"
             ) from None
         return Execution(stdout, stderr, None, reason, taken, detail)
 

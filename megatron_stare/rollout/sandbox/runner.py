@@ -198,7 +198,7 @@ def _connect_streams(stdin: str) -> None:
 
 
 def _bytes(text: str) -> bytes:
-    """UTF-8; text that is no Unicode reaches the code unchanged."""
+    """UTF-8; text that is not Unicode reaches the code unchanged."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

@@ -64,7 +64,7 @@ NOTHING = Answer(numpy.zeros(0, numpy.int32), numpy.zeros(0, numpy.float32), "ab
 
 def decoded(content: bytes) -> Any:
     """The JSON's value; the lists [log-prob, id, null] as `Pairs`, if they have the usual form.
-    ValueError: the content is no JSON, or is nested too deeply to be an answer.
+    ValueError: the content is not JSON, or is nested too deeply to be an answer.
 
     To make objects of these lists takes most of the time of an answer. orjson needs a third of the
     time of the standard library, which in turn reads NaN and Infinity: SGLang writes them when a

@@ -284,7 +284,7 @@ class SGLangClient:
 
     async def abort(self, rid: str = "") -> None:
         """End the request `rid`, or all; they are answered with their tokens so far. An unknown rid
-        is no error.
+        is not an error.
         """
         await self.call("POST", "/abort_request", {"rid": rid, "abort_all": not rid})
 

@@ -49,8 +49,8 @@ def server_python(settings: SGLangConfig) -> str:
     if named:
         if shutil.which(named) is None:
             raise UserError(
-                f"{'sglang.python' if settings.python else 'SGLANG_PYTHON'}={named} is no program; "
-                "give the Python of an environment that has SGLang"
+                f"{'sglang.python' if settings.python else 'SGLANG_PYTHON'}={named} is not a "
+                "program; give the Python of an environment that has SGLang"
             )
         return named
     if torch.cuda.is_available():

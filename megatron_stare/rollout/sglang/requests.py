@@ -182,7 +182,7 @@ class RequestRunner:
         await self.inflight.abort_all(lambda request: request.server.weights != self.admission.tag)
 
     async def _attempt(self, pending: _Pending, params: SamplingParams) -> Rollout:
-        """One answer. The death of a server is no fault of the request: another server is asked,
+        """One answer. The death of a server is not a fault of the request: another server is asked,
         without limit.
         """
         while True:
@@ -251,7 +251,7 @@ class RequestRunner:
             raise ServerFault(
                 "garbage",
                 f"{server.name} calls a response complete that ends with id {answer.ids[-1]}, "
-                "which is no stop id, and holds no stop string",
+                "which is not a stop id, and holds no stop string",
             )
         if answer.status != "aborted" or request.seed in self._aborted:
             return answer, None

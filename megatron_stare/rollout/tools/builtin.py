@@ -84,7 +84,7 @@ class CalculatorEnvironment:
         """Nothing depends on the prompt."""
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """The value; ToolError for what is no arithmetic."""
+        """The value; ToolError for what is not arithmetic."""
         return show(evaluate(arguments["expression"]))
 
     async def close(self) -> None:
@@ -100,7 +100,7 @@ def evaluate(expression: str) -> Number:
     try:
         value = _value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body)
     except SyntaxError as error:
-        raise ToolError(f"{expression!r} is no arithmetic expression ({error.msg})") from None
+        raise ToolError(f"{expression!r} is not an arithmetic expression ({error.msg})") from None
     except (ArithmeticError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise ToolError(f"{expression!r} cannot be evaluated ({error})") from None
     if isinstance(value, Fraction) and value.denominator == 1:
@@ -147,7 +147,7 @@ def _power(base: Number, exponent: Number) -> Number:
     if not isinstance(exponent, int) or isinstance(base, float):
         value = float(base) ** float(exponent)
         if isinstance(value, complex):
-            raise ToolError(f"{show(base)} ** {show(exponent)} is no real number")
+            raise ToolError(f"{show(base)} ** {show(exponent)} is not a real number")
         return value
     exact = Fraction(base)
     bits = max(exact.numerator.bit_length(), exact.denominator.bit_length())

@@ -179,7 +179,7 @@ def _hermes_call(body: str, closed: bool) -> ToolCall:
     except ValueError as error:
         unclosed = "" if closed else "there is no </tool_call>, and "
         return _wrong(
-            f"{unclosed}what follows <tool_call> is no JSON object ({error}); {_HERMES_FORM}"
+            f"{unclosed}what follows <tool_call> is not a JSON object ({error}); {_HERMES_FORM}"
         )
     if not isinstance(call, dict):
         return _wrong(
@@ -227,7 +227,7 @@ def _xml_call(body: str, tools: Sequence[Tool]) -> ToolCall:
         parameter = _PARAMETER.match(inside, position)
         if parameter is None:
             return _wrong(
-                f"{name}: {_short(inside[position:].strip())!r} is no <parameter>; {_XML_FORM}",
+                f"{name}: {_short(inside[position:].strip())!r} is not a <parameter>; {_XML_FORM}",
                 name,
             )
         key, value = parameter[1].strip(), parameter[2].removeprefix("\n").removesuffix("\n")
@@ -271,11 +271,11 @@ def _without_fence(code: str) -> str:
 
 def _json(text: str) -> Any:
     """The value; ValueError, in few words, for anything that is not strict JSON,
-    nests too deep, or holds what is no text or a number without end.
+    nests too deep, or holds what is not text or a number without end.
     """
 
     def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON value")
+        raise ValueError(f"{constant} is not a JSON value")
 
     def integer(digits: str) -> int:
         if len(digits) > MOST_DIGITS:

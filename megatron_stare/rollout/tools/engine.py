@@ -264,7 +264,7 @@ def _compiled(pattern: str) -> regex.Pattern[str]:
         return regex.compile(pattern)
     except regex.error as error:
         raise UserError(
-            f"tools.answer_pattern={pattern!r} is no regular expression ({error}); correct it"
+            f"tools.answer_pattern={pattern!r} is not a regular expression ({error}); correct it"
         ) from None
 
 

@@ -203,7 +203,7 @@ def _read(url: str, content: str) -> tuple[str, str, int]:
         choice = body["choices"][0]
         text, finish = choice["message"]["content"] or "", choice.get("finish_reason") or "stop"
         if not isinstance(text, str):
-            raise TypeError("content is no text")
+            raise TypeError("content is not text")
     except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise NoAnswer(f"{url}: no chat completion ({error!r}): {printable(content)}") from None
     usage = body.get("usage") or {}

@@ -7,7 +7,7 @@ The answer must hold one JSON object after the thinking; the last object counts:
     rubric     {"verdicts": ["yes", "no"]}      weighted mean of the choices, worst 0, best 1
     pairwise   {"better": "A"}                  A, B or tie
 
-An answer of any other form is no answer. A template is filled in one pass, so that braces in a
+An answer of any other form is not an answer. A template is filled in one pass, so that braces in a
 response stay braces. The marks around a response are a hash of it, which it cannot contain.
 """
 
@@ -163,7 +163,7 @@ class Questions:
         score, scale = answer.get("score"), self.settings.scale
         if isinstance(score, int | float) and not isinstance(score, bool) and 0 <= score <= scale:
             return score / scale
-        raise BadAnswer(f"score={score!r} is no number from 0 to {scale}")
+        raise BadAnswer(f"score={score!r} is not a number from 0 to {scale}")
 
 
 def object_in(text: str) -> Mapping[str, Any]:

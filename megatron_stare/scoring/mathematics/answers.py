@@ -313,7 +313,7 @@ def _read(text: str) -> Any:
         raise
     except (
         Exception
-    ):  # the parser's own errors are of many kinds, and say only that this is no formula
+    ):  # the parser's own errors are of many kinds, and say only that this is not a formula
         return None
 
 

@@ -100,7 +100,7 @@ def closing_brace(text: str, opening: int) -> int | None:
     while at < len(text):
         character = text[at]
         if character == "\\":
-            at += 1  # an escaped brace is no brace
+            at += 1  # an escaped brace is not a brace
         elif character == "{":
             depth += 1
         elif character == "}":

@@ -78,7 +78,7 @@ def _pairs(value: dict[str, Any], field: str) -> list[Any]:
     name = value.get("fn_name")
     if name:
         if not isinstance(name, str) or not name.isidentifier():
-            raise UserError(f"{field} has fn_name={name!r}, which is no function's name")
+            raise UserError(f"{field} has fn_name={name!r}, which is not a function's name")
         return [
             CodeTest(function=name, arguments=_arguments(given), value=_expected(expected))
             for given, expected in zip(inputs, outputs, strict=True)

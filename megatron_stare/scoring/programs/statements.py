@@ -41,7 +41,7 @@ def in_a_row(text: str) -> list[ast.stmt] | None:
 
 
 def parsed(text: str) -> list[ast.stmt]:
-    """The statements of a text; none of one that is no Python."""
+    """The statements of a text; none of one that is not Python."""
     try:
         return ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -93,8 +93,8 @@ def verify_code(
 
     `stop_at_failure` leaves the rest out, counted as failed. `seconds` is what all tests together
     may take, without the time that a call waits for a free sandbox; tests that are not reached are
-    failed. Nothing that the program prints or returns raises. An exception of `run` is no verdict
-    on the program, and passes through. ValueError: there are no tests. SandboxLost.
+    failed. Nothing that the program prints or returns raises. An exception of `run` is not a
+    verdict on the program, and passes through. ValueError: there are no tests. SandboxLost.
     """
     if not tests:
         raise ValueError("no tests: a program cannot be judged by none")

@@ -95,7 +95,7 @@ def apply(coding: str, payload: bytes | memoryview, words: Words) -> None:
         words[:] = numpy.frombuffer(payload, dtype=words.dtype)
         return
     if coding not in ("gaps", "mask") or len(payload) < _HEAD.size:
-        raise Damaged(f"a block of {len(words)} words is no {coding!r} of {len(payload)} bytes")
+        raise Damaged(f"a block of {len(words)} words is not {coding!r} of {len(payload)} bytes")
     count, length, width = _HEAD.unpack(payload[: _HEAD.size])
     if count > len(words) or width not in _GAPS:
         raise Damaged(f"{count} changes, in gaps of {width} bytes, of {len(words)} words")

@@ -64,8 +64,8 @@ def packed(table: Table, blocks: Sequence[bytes | memoryview]) -> bytes:
 
 
 def unpacked(content: bytes) -> tuple[Table, list[list[memoryview]]]:
-    """The table, and for each of its entries the bytes of its blocks. Damaged: it is no message, or
-    not all of one.
+    """The table, and for each of its entries the bytes of its blocks. Damaged: it is not a
+    whole message.
     """
     try:
         (length,) = _LENGTH.unpack_from(content)

@@ -158,7 +158,7 @@ class WeightRelay:
         self._incomplete.mkdir()
         for name, text in table.files.items():
             if name not in EXTRA_FILES:
-                raise Refused(f"{name!r} is no file of a model")
+                raise Refused(f"{name!r} is not a file of a model")
             (self._incomplete / name).write_bytes(base64.b64decode(text))
 
     def _end(self, table: Table) -> None:

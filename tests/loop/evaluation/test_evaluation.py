@@ -102,7 +102,7 @@ def test_greedy_sets_are_sampled_once_and_say_so(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["evaluation.per_set.a.n_samples=4"], "no set of evaluation.eval_data"),
+        (["evaluation.per_set.a.n_samples=4"], "not a set of evaluation.eval_data"),
         (
             ["evaluation.eval_data.a=x", "evaluation.per_set.a.top_p=2"],
             "evaluation.per_set.a.top_p=2",

@@ -202,7 +202,7 @@ def test_convert_refuses_what_it_cannot_do(
     write_checkpoint(tmp_path / "other", tiny_config("qwen2_tied", vocab_size=71), seed=1)
     to_hf = ["convert", "megatron-to-hf", str(run / "run"), str(tmp_path / "target")]
     refused(capsys, [*to_hf, "--base", f"{tmp_path}/other"], "adapters of other weights", "--base")
-    refused(capsys, [*to_hf, "--base", f"{tmp_path}/none"], "which is no directory")
+    refused(capsys, [*to_hf, "--base", f"{tmp_path}/none"], "which is not a directory")
     refused(capsys, [*to_hf, "--verify"], "--verify compares whole checkpoints")
     to_peft = ["convert", "megatron-to-peft", str(run / "run"), str(tmp_path / "target")]
     refused(capsys, [*to_peft, "--base", f"{tmp_path}/other"], "--base belongs to megatron-to-hf")

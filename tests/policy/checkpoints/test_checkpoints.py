@@ -256,7 +256,7 @@ def poison_metadata(checkpoint: Path, command: Command) -> None:
 
 
 def poison_objects(checkpoint: Path, command: Command) -> None:
-    """Every object that is no tensor becomes the command, inside of honest metadata."""
+    """Every object that is not a tensor becomes the command, inside of honest metadata."""
     metadata = FileSystemReader(checkpoint).read_metadata()
     torch.save([command], checkpoint / "__9_9.distcp")
     size, poisoned = (checkpoint / "__9_9.distcp").stat().st_size, 0

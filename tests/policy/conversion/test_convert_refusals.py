@@ -53,7 +53,7 @@ INVERSE = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 MALFORMED = {
     "no config.json": (lambda s: (s / "config.json").unlink(), "config.json"),
-    "config.json is no JSON": (lambda s: (s / "config.json").write_text("{"), "config.json"),
+    "config.json is not JSON": (lambda s: (s / "config.json").write_text("{"), "config.json"),
     "a foreign architecture": (lambda s: edit_config(s, model_type="bloom"), "model_type"),
     "no weights": (lambda s: (s / "model.safetensors").unlink(), "safetensors"),
     "a missing shard": (split, "b.safetensors"),

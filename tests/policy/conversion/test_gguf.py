@@ -121,15 +121,15 @@ def test_files_that_are_no_model_are_refused(model, tmp_path):
     with pytest.raises(UserError, match="is not a file"):
         gguf_to_hf(tmp_path / "missing.gguf", tmp_path / "hf")
     (tmp_path / "bad.gguf").write_bytes(b"GGUF and nothing more")
-    with pytest.raises(UserError, match="is no GGUF file"):
+    with pytest.raises(UserError, match="is not a GGUF file"):
         gguf_to_hf(tmp_path / "bad.gguf", tmp_path / "hf")
     write_gguf(model, tmp_path / "other.gguf", architecture="gpt2")
-    with pytest.raises(UserError, match=r"no GGUF file|not supported"):
+    with pytest.raises(UserError, match=r"not a GGUF file|not supported"):
         gguf_to_hf(tmp_path / "other.gguf", tmp_path / "hf")
     whole = tmp_path / "whole.gguf"
     write_gguf(model, whole)
     (tmp_path / "cut.gguf").write_bytes(whole.read_bytes()[: -(1 << 12)])
-    with pytest.raises(UserError, match="is no GGUF file"):
+    with pytest.raises(UserError, match="is not a GGUF file"):
         gguf_to_hf(tmp_path / "cut.gguf", tmp_path / "hf")
     assert not [path for path in tmp_path.iterdir() if "hf" in path.name]
     (tmp_path / "hf").mkdir()

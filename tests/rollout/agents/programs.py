@@ -90,7 +90,7 @@ def talks(row: Any, endpoint: Any) -> float:
 
 
 async def returns(row: Any, endpoint: Any) -> Any:
-    """After one call, what the row says; NaN is no JSON of ours, and an object is none at all."""
+    """After one call, what the row says; NaN is not JSON of ours, and an object is none at all."""
     await asyncio.to_thread(post, endpoint, {"messages": row.messages})
     value = row.metadata["returns"]
     return {"nan": float("nan"), "object": object()}.get(value, value)

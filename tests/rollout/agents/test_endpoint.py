@@ -152,7 +152,7 @@ def test_ten_thousand_unknown_keys_sample_nothing(tokenizer: PreTrainedTokenizer
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("no json", "no JSON"),
+        ("no json", "not JSON"),
         ("[1]", "JSON object"),
         ({}, "messages"),
         ({**ASKED, "n": 2}, "n=2"),

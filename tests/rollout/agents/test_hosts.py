@@ -19,7 +19,7 @@ from tests.rollout.agents.scripted import PARAMS, Scripted, request
 
 PROGRAM = """
 import json, os, sys, urllib.request
-print("a line that is no message")
+print("a line that is not a message")
 base, key = sys.argv[1:]
 assert (base, key) == (os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
 row = json.load(open(os.environ["MEGATRON_STARE_ROW"]))

@@ -1,4 +1,4 @@
-"""Servers that come back: one fault on the way is no end, and a start ends where nothing moves."""
+"""Servers that come back: one fault does not end them, and a start ends where nothing moves."""
 
 from __future__ import annotations
 
@@ -152,4 +152,4 @@ def test_a_start_may_take_as_long_as_its_log_grows(tmp_path: Path, monkeypatch: 
     assert moving.ended()
     for now in range(2200, 6002, 100):
         write("waiting for port 5000\n")
-        assert moving.ended() is (now > 6000), "a log that grows for ever is no start"
+        assert moving.ended() is (now > 6000), "a log that grows for ever is not a start"

@@ -71,7 +71,7 @@ def test_a_faulty_answer_is_counted_and_asked_for_again(
     name: str, proxy: Proxy, checkpoint: Path, tmp_path: Path
 ):
     fault, kind = FAULTS[name]
-    # Short only where the fault is that nothing comes: a busy machine is no fault.
+    # Short only where the fault is that nothing comes: a busy machine is not a fault.
     with attached(
         [proxy.url], checkpoint, tmp_path, queue_timeout=4.0 if name == "hung" else 60.0
     ) as pool:

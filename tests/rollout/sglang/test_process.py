@@ -61,7 +61,7 @@ def test_another_environments_python_is_named(
     named = SGLangConfig(python=other)
     assert server_command(named) == [other, "-m", "sglang.launch_server"]
     assert server_command(SGLangConfig(python=other, command="srun serve"))[0] == "srun"
-    with pytest.raises(UserError, match=r"sglang\.python=/no/python is no program"):
+    with pytest.raises(UserError, match=r"sglang\.python=/no/python is not a program"):
         server_command(SGLangConfig(python="/no/python"))
     monkeypatch.setenv("SGLANG_PYTHON", other)
     assert server_python(SGLangConfig()) == other

@@ -285,7 +285,7 @@ def test_a_request_that_is_submitted_again_is_not_aborted_again(
 
 
 def unsound() -> ServerFault:
-    return ServerFault("garbage", "log-prob None at place 0 is no finite number", unsound=True)
+    return ServerFault("garbage", "log-prob None at place 0 is not a finite number", unsound=True)
 
 
 @pytest.mark.parametrize("parted", [False, True])
@@ -369,7 +369,7 @@ def test_a_stop_string_ends_a_response_too(pool: SGLangPool):
     scripted(pool, lambda _: Answer(ids, (-0.5,) * len(ids), "completed", pool.tag))
     stopped = SamplingParams(1.0, 1.0, 16, stop=("</tool>",))
     assert tuple(result(pool, stopped).response_ids) == ids
-    with pytest.raises(EngineError, match="is no stop id, and holds no stop string"):
+    with pytest.raises(EngineError, match="is not a stop id, and holds no stop string"):
         result(pool, SamplingParams(1.0, 1.0, 16, stop=("</code>",)))
 
 

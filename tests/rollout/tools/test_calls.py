@@ -72,18 +72,18 @@ def test_hermes(text, calls):
     [
         (
             '{"name": "f", "arguments": {"x": 1}',
-            "no JSON object (Expecting ',' delimiter at character 35)",
+            "not a JSON object (Expecting ',' delimiter at character 35)",
         ),
-        ("{'name': 'f'}", "no JSON object"),
+        ("{'name': 'f'}", "not a JSON object"),
         ('["f"]', "must be a JSON object"),
         ('{"arguments": {}}', '"name" must be the name of a tool, not null'),
         ('{"name": 3}', '"name" must be the name of a tool, not 3'),
         ('{"name": "f", "arguments": [1]}', '"arguments" must be a JSON object, not [1]'),
         ('{"name": "f", "arguments": "x"}', '"arguments" is a string that holds no JSON'),
-        ('{"name": "f", "arguments": {"x": NaN}}', "NaN is no JSON value"),
+        ('{"name": "f", "arguments": {"x": NaN}}', "NaN is not a JSON value"),
         ("[" * 100_000, "nested too deep"),
-        ('{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}", "no JSON object"),
-        ("", "no JSON object"),
+        ('{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}", "not a JSON object"),
+        ("", "not a JSON object"),
     ],
 )
 def test_malformed_hermes_calls_are_explained(body, words):
@@ -135,8 +135,8 @@ def test_qwen3_coder(body, arguments):
         ('{"name": "search"}', "no <function=NAME>"),
         ("<function=>x</function>", "no <function=NAME>"),
         ("<function=search><parameter=query>x</parameter>", "there is no </function>"),
-        ("<function=search>words</function>", "'words' is no <parameter>"),
-        ("<function=search><parameter=query>x</function>", "is no <parameter>"),
+        ("<function=search>words</function>", "'words' is not a <parameter>"),
+        ("<function=search><parameter=query>x</function>", "is not a <parameter>"),
         (
             "<function=search><parameter=limit>many</parameter></function>",
             "limit must be integer in JSON, not 'many'",

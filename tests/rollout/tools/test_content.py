@@ -179,7 +179,7 @@ def test_a_pattern_without_end_costs_its_own_episode(tokenizer: PreTrainedTokeni
 
 
 def test_a_pattern_that_is_none_is_refused_at_once(tokenizer: PreTrainedTokenizerBase):
-    with pytest.raises(UserError, match=r"tools.answer_pattern='\(' is no regular expression"):
+    with pytest.raises(UserError, match=r"tools.answer_pattern='\(' is not a regular expression"):
         played(tokenizer, [ANSWER], answer_pattern="(")
 
 

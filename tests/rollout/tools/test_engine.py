@@ -91,7 +91,9 @@ def test_what_goes_wrong_is_shown_to_the_model(tokenizer: PreTrainedTokenizerBas
     rollout, _ = played(tokenizer, turns, SamplingParams(1.0, 1.0, 500))
     text = tokenizer.decode(rollout.response_ids)
     assert (
-        "<tool>Error: " in text and "no JSON object" in text and text.endswith("\\boxed{42}<|end|>")
+        "<tool>Error: " in text
+        and "not a JSON object" in text
+        and text.endswith("\\boxed{42}<|end|>")
     )
     assert rollout.episode["tool_errors"] == 2 and rollout.episode["turns"] == 3
     assert rollout.episode["void"] == 1, "a turn whose only call cannot be read, without an answer"

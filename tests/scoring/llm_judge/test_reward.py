@@ -212,7 +212,7 @@ def test_everyone_has_equally_many_opponents(count: int, most: int):
     [
         ([], "judge.urls"),
         (["judge.urls=[http://a/v1]", "judge.checkpoint=model"], "either judge.urls"),
-        (["judge.urls=[a:3000]"], "no address"),
+        (["judge.urls=[a:3000]"], "not an address"),
         (
             ["judge.urls=[http://a/v1]", "judge.kind=pairwise", "rollout.n_samples_per_prompt=1"],
             "pairwise",

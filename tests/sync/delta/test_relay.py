@@ -82,7 +82,7 @@ def test_one_version_after_another(relay: WeightRelay, kept: KeptWeights) -> Non
     for version in (1, 2):
         first, last = messages(kept, version, f"run-{version - 1}")
         relay.apply(first)
-        assert relay.held == "" and not relay.path.exists(), "it is no model now"
+        assert relay.held == "" and not relay.path.exists(), "it is not a model now"
         relay.apply(last)
         assert_holds(relay, version)
     take(relay, messages(kept, 3))
@@ -211,7 +211,7 @@ def test_an_update_without_all_tensors_is_none(
 def test_a_file_with_another_name_is_not_written(relay: WeightRelay, kept: KeptWeights) -> None:
     first, _ = messages(kept, 1)
     table = replace(unpacked(first)[0], files={"../escaped": "e30="})
-    with pytest.raises(Refused, match="is no file of a model"):
+    with pytest.raises(Refused, match="is not a file of a model"):
         relay.apply(packed(table, unpacked_blocks(first)))
     assert not (relay.directory / "escaped").exists()
 

@@ -284,7 +284,7 @@ def test_relays_that_cannot_be_are_refused(
 def test_deltas_without_a_relay_are_refused_and_planned_for() -> None:
     with pytest.raises(UserError, match=r"sync_method=delta needs sglang.relays; start one"):
         override(Config(), ["sglang.sync_method=delta"])
-    with pytest.raises(UserError, match=r"sglang.relays has 'site', which is no address"):
+    with pytest.raises(UserError, match=r"sglang.relays has 'site', which is not an address"):
         override(Config(), ["sglang.sync_method=delta", "sglang.relays=[site]"])
     config, cluster = find_recipe("short_cot_7b"), CLUSTERS["short_cot_7b"]
     delta = ("sglang.sync_method=delta", "sglang.relays=[http://site:31000]")

@@ -17,7 +17,6 @@ from megatron_stare.__main__ import main
 from megatron_stare.collect import rollout_buffer
 from megatron_stare.config import Config, TrainConfig, UserError, dump
 from megatron_stare.loop import progress as progress_module
-from megatron_stare.loop import trainer as trainer_module
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.conversion import convert
@@ -61,17 +60,6 @@ def test_a_run_stopped_and_resumed_repeats_the_uninterrupted_one(
     assert rows_of(whole)[-1]["weight_w"] > rows_of(whole)[0]["weight_w"], (
         "the adaptive weight must carry over"
     )
-
-
-def test_memory_goes_back_to_the_system_every_few_steps(
-    tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = list[int]()
-    monkeypatch.setattr(trainer_module, "RETURN_INTERVAL", 2)
-    monkeypatch.setattr(trainer_module, "return_memory", lambda: steps.append(run.step))
-    run = Trainer(small_config(tmp_path, "train.num_rollout=5"), topology)
-    assert run.run(Interrupt())
-    assert steps == [2, 4]
 
 
 def wait_for_step(config: Config, step: int, child: Command) -> None:

@@ -100,7 +100,9 @@ def test_a_prompt_is_the_same_in_every_epoch_and_twice_in_a_batch() -> None:
     ]
     history = PromptHistory()
     found = with_advantages(groups, ScoringConfig(advantage="dcpo"), history)
-    assert history.earlier(prompts[0])[0] == 2 and history.earlier(prompts[1]) == (1.0, 1.0, 0.0)
+    keys = [group.prompt_key for group in groups]
+    assert history.earlier(keys[0])[0] == 2 and history.earlier(keys[1]) == (1.0, 1.0, 0.0)
+    assert keys[0] == keys[2] and history.earlier("") == (0.0, 0.0, 0.0)
     values = [[one.advantage for one in group.rollouts] for group in found]
     assert values[:2] == [[pytest.approx(0.5**0.5), pytest.approx(-(0.5**0.5))], [0.0, 0.0]]
     # N = 0; P = (1 - 3/4) / sqrt((1/2 + 1/2 x 1/4) / 2), and both mixtures are P / 2.

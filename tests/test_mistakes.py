@@ -91,7 +91,9 @@ MISTAKES = {
     "an option as command": Mistake(": --trian", "did you mean 'train'?"),
     "no command": Mistake(":", "a command is missing; give one of"),
     "no source": Mistake(": train", "required: source; `megatron_stare train --help`"),
-    "a wrong type": Mistake("optimizer.lr=fast", "lr=fast is not of type float; the default is"),
+    "a wrong type": Mistake(
+        "optimizer.lr=fast", "optimizer.lr=fast is not of type float; the default is"
+    ),
     "out of range": Mistake("optimizer.lr=-1", "it must lie in [0, inf); the default is 1e-06"),
     "no data file": Mistake(
         "data.prompt_data=no.jsonl", "data.prompt_data=no.jsonl does not exist"
@@ -177,6 +179,7 @@ MISTAKES = {
     ),
     "a mapping without braces": Mistake("scoring.rewards=math:1", "write '{math: 1}'"),
     "a list without brackets": Mistake("run.logbooks=wandb", "write '[wandb]'"),
+    "an open bracket": Mistake("run.logbooks=[wandb", "logbooks=[wandb' is not YAML, line 1"),
     "wandb is not installed": Mistake(
         "run.logbooks=[wandb]", "needs wandb; pip install 'megatron-stare[tracking]'"
     ),

@@ -171,7 +171,7 @@ def _parsed(item: str) -> tuple[str, Any]:
         value = yaml.load(text, _Loader) if text else ""
     except yaml.YAMLError as error:
         raise UserError(
-            f"override {item!r} is not a YAML{_problem(error)}; the default is {default!r}"
+            f"override {item!r} is not YAML{_problem(error)}; the default is {default!r}"
         ) from None
     if isinstance(value, int | float) and key in settings() and settings()[key].kind is str:
         return key, text  # a directory named 007 keeps its zeros

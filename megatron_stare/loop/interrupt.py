@@ -105,8 +105,8 @@ class Interrupt:
         self.noted = number
 
     def _listen(self, arrived: socket.socket) -> None:
-        """Read every signal as it comes; the second request ends the process. SIGUSR1 is no
-        request to end at once: it may come before a launcher's first SIGTERM.
+        """Read every signal as it comes; the second request ends the process. SIGUSR1 does
+        not ask to end at once: it may come before a launcher's first SIGTERM.
         """
         first = math.inf  # [s] of the monotonic clock
         with arrived:

@@ -167,7 +167,7 @@ def _check_distillation(config: Config) -> None:
 
 
 def check_environment(config: Config, prompt: Prompt) -> None:
-    """Make the environment of one prompt, and close it. UserError: it cannot be made, or it is no
+    """Make the environment of one prompt, and close it. UserError: it cannot be made, or is not an
     environment. Those of this package need no check, and their sandbox has its own.
     """
     name = config.tools.environment

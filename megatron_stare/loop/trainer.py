@@ -20,8 +20,8 @@ from megatron_stare.reporting.heartbeat import phase
 from megatron_stare.reporting.problem_scores import start_key
 from megatron_stare.system import return_memory
 
-# Steps. The allocator keeps freed blocks that it cannot use again: a trainer of SmolLM2-135M grew
-# by 2 GB in 45 steps, and by as much in an evaluation, before which memory is returned too.
+# Steps. On a CPU the allocator keeps freed blocks that later requests do not fit, and the process
+# grows; an evaluation, whose caches are large, begins without such blocks.
 RETURN_INTERVAL = 10
 
 

@@ -87,7 +87,7 @@ def _all(
 
 def sequences_of(sequence_tokens_T: Tensor, across: Across) -> int:
     """The number of sequences that the loss tokens of all ranks belong to; `sequence_tokens_T` has
-    the number of tokens in each token's own sequence.
+    the number of loss tokens in each token's own sequence.
     """
     return round(across.sum(1.0 / sequence_tokens_T.double()))
 

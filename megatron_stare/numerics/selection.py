@@ -118,7 +118,7 @@ class Across:
         linear interpolation at position q (n - 1), as torch.quantile, in fp64.
 
         Raises ValueError for q outside [0, 1], for a q that differs between ranks, and where there
-        is not a value at all.
+        is no value at all.
         """
         if not 0.0 <= q <= 1.0:
             raise ValueError(f"quantile: q must lie in [0, 1], got {q}")

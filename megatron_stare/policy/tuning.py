@@ -152,8 +152,8 @@ SWITCHES: dict[str, Switch] = {
 
 
 def resolved_switches(situation: Situation) -> TuningConfig:
-    """policy.tuning with every switch decided. UserError: a switch that cannot be on is on, or
-    policy.recompute_modules names a module that the model does not have.
+    """policy.tuning with every switch decided. UserError: a switch is set that is impossible
+    here, or policy.recompute_modules names a module that the model does not have.
     """
     _check_recomputation(situation)
     asked = situation.policy.tuning

@@ -329,7 +329,7 @@ class Group:
     rollouts: tuple[RolloutMeta, ...]
     holder: int = EVERY_RANK  # the rank that has the tokens; EVERY_RANK: all ranks
     remote_prompt_length: int = 0  # tokens of the prompt, where this rank does not hold it
-    remote_prompt_key: str = ""
+    remote_prompt_key: str = ""  # its prompt_key, likewise
 
     @property
     def prompt_length(self) -> int:

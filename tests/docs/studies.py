@@ -33,7 +33,9 @@ STUDIES = {
     "--second runs/smollm2_135m_lcm_losses/seed0/stare/problems_1.jsonl": Run(needs=(UNPACK,)),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed0/grpo_ds "
     "runs/smollm2_135m_lcm_losses/seed0/stare "
-    "--curve entropy,reward,response_length,generation_rounds": Run(needs=(UNPACK,)),
+    "--curve entropy,reward,response_length,generation_rounds,signal_fraction": Run(
+        needs=(UNPACK,)
+    ),
     f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_low,bonus --seeds 0 "
     "run.dir=runs/smollm2_135m_control": Elsewhere(
         "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
@@ -50,6 +52,7 @@ STUDIES = {
         for run in (
             "runs/smollm2_135m/seed2",
             "runs/smollm2_135m_lcm/seed0",
+            "runs/smollm2_135m_lcm_losses/seed0",
             "runs/smollm2_135m_losses/seed0",
             "runs/smollm2_135m_losses/seed1",
             "runs/smollm2_135m_losses/seed2",

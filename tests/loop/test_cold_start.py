@@ -71,7 +71,7 @@ def test_a_run_without_arms_starts_from_its_demonstrations(
 
 
 LAYOUTS = {
-    "one": (),
+    "padded": (),
     "DP2": ("policy.use_distributed_optimizer=true", "policy.packed_sequences=true"),
     "TP2": ("policy.tensor_model_parallel_size=2", "policy.sequence_parallel=true"),
     "PP2": ("policy.pipeline_model_parallel_size=2",),
@@ -81,7 +81,7 @@ LAYOUTS = {
 
 def cold_starts(rank: int, world_size: int, recipe: Path) -> None:
     """The result of every layout of this many ranks, under its name."""
-    for name in LAYOUTS if world_size > 1 else ("one",):
+    for name in LAYOUTS if world_size > 1 else ("padded",):
         config = override(load(recipe), LAYOUTS[name])
         target = recipe.parent / f"{name} of {world_size}"
         assert cold_start(config, topologies.start(config.policy), Interrupt(), target)
@@ -93,7 +93,7 @@ def test_the_result_is_the_same_under_every_layout(tmp_path: Path) -> None:
     recipe = prepared(tmp_path, *lengths)
     for world_size in (1, 2):
         run_distributed(cold_starts, world_size, recipe)
-    expected = load_file(tmp_path / "one of 1" / "model.safetensors")
+    expected = load_file(tmp_path / "padded of 1" / "model.safetensors")
     start = load_file(tmp_path / "model" / "model.safetensors")
     for name in LAYOUTS:
         weights = load_file(tmp_path / f"{name} of 2" / "model.safetensors")

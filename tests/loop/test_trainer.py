@@ -39,7 +39,9 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
         ("policy.dtype=bf16", SPREAD),
         ("adapters.rank=2", "loss.kl_loss_coef=0.1"),
         ("loss.kl_loss_coef=0.1", "policy.ref_update_interval=2"),
-        *(slow(()), slow((SPREAD,)), slow(("policy.dtype=bf16",))),
+        slow(()),
+        slow((SPREAD,)),
+        slow(("policy.dtype=bf16",)),
     ],
     ids=str,
 )

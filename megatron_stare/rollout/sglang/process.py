@@ -97,8 +97,8 @@ def own_nccl_version() -> tuple[int, ...]:
 
 
 def nccl_version(command: list[str]) -> tuple[int, ...] | None:
-    """The NCCL version of the Python that a server's command begins with; None if the command is no
-    Python, or its torch has no CUDA. Takes the seconds of an import of torch.
+    """The NCCL version of the Python that a server's command begins with; None if the command is
+    not Python, or its torch has no CUDA. Takes the seconds of an import of torch.
     """
     if not Path(command[0]).name.startswith("python"):
         return None

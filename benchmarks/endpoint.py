@@ -60,7 +60,7 @@ def measured(sessions: int, turns: int, drops: bool) -> list[str]:
             crowd.play(drops)
         seconds, cpu = time.monotonic() - begin, time.process_time() - cpu
         cpu_host = sum(host.cpu_times()[:2]) - cpu_host
-        assert crowd.settled(before) == before, (before, crowd.held())
+        assert crowd.held_at_last(before) == before, (before, crowd.held())
     finally:
         crowd.engine.close()
     calls = sessions * turns

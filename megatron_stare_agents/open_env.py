@@ -3,8 +3,8 @@
 settings: {"url": "http://127.0.0.1:8000", "reset": {...}, "system": "text", "steps": 32,
 "reward": "sum" | "last", "count": 1000}. The model gets the first observation as a user's message
 and one tool `step`, whose parameters are the environment's action schema; each observation answers
-a call. An action that the server refuses is answered by its error, and the episode goes on; a turn
-without a call ends it. A server that is lost is an error of the episode, which then has no reward.
+a call. An action that the server refuses is answered by its error, and the episode continues; a
+turn without a call ends it. A lost server is an error of the episode, which then has no reward.
 
 `reset` of a row also gets {"seed": number of the row}. Needs the package websockets.
 """
@@ -70,7 +70,7 @@ async def run(row, endpoint):
 
 
 async def _step(socket, call):
-    """What the model is told, and the observation; None: the action was refused."""
+    """The message to the model, and the observation; None: the action was refused."""
     try:
         action = json.loads(call["function"]["arguments"])
     except ValueError as error:

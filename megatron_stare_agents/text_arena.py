@@ -1,13 +1,13 @@
-"""Games of TextArena as episodes: the policy has one seat, other models have the others.
+"""Games of TextArena as episodes: the policy is one player, other models are the others.
 
 settings: {"game": "TicTacToe-v0", "players": 2, "opponent": {"base_url": "http://127.0.0.1:30000/v1",
 "model": "default", "api_key": "none"}, "unfinished": -1.0, "count": 1000}. `opponent` is any server
 of OpenAI's chat completions; its tokens are not trained. With the policy's own SGLang server it is
 self-play, in which each role has episodes of its own. A game of one player needs no opponent.
 
-The reward is the game's for the policy's seat. Rows take the seats in turn, so that the rows of one
-seed are all roles of one game. `unfinished` is the reward of a game that a limit of the episode
-ended. A failure of the opponent is an error of the episode, which then has no reward.
+The reward is the policy's in the game. In the rows the policy is each player in turn, so that the
+rows of one seed are all roles of one game. `unfinished` is the reward of a game that a limit of the
+episode ended. A failure of the opponent is an error of the episode, which then has no reward.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ASKED = "Give your move in the form that the game asks for."
 
 
 def rows(settings):
-    """A row per seat and seed. ImportError, KeyError: no such game."""
+    """A row per player and seed. ImportError, KeyError: no such game."""
     import textarena
 
     players = settings.get("players", 2)
     textarena.make(env_id=_raw(settings))
     for number in range(settings.get("count", 1000)):
-        seed, seat = divmod(number, players)
-        where = {"settings": settings, "seed": seed, "seat": seat}
+        seed, role = divmod(number, players)
+        where = {"settings": settings, "seed": seed, "player": role}
         prompt = [{"role": "user", "content": _ASKED}]
         yield {"prompt": prompt, "label": "", "metadata": {"text_arena": where}}
 
@@ -38,7 +38,7 @@ async def run(row, endpoint):
     import textarena
 
     where = row.metadata["text_arena"]
-    settings, seat = where["settings"], where["seat"]
+    settings, role = where["settings"], where["player"]
     opponent = types.SimpleNamespace(**{"api_key": "none", **settings.get("opponent", {})})
     game = textarena.make(env_id=_raw(settings))
     # It seeds the module `random`, which all games of this process share.
@@ -49,7 +49,7 @@ async def run(row, endpoint):
         text = _shown(player, seen)
         talk = talks.setdefault(player, [])
         talk.append({"role": "user", "content": text if talk else f"{_ASKED}\n\n{text}"})
-        if player == seat:
+        if player == role:
             turn = await next_turn(endpoint, {"messages": talk})
         else:
             turn = await asyncio.to_thread(ask, opponent, {"messages": talk})
@@ -58,9 +58,9 @@ async def run(row, endpoint):
         talk.append(turn)
         ended, _ = game.step(turn.get("content") or "")
     rewards, about = game.close()
-    metrics = {"turns": len(talks.get(seat, ())) // 2, f"seat_{seat}": rewards[seat]}
-    metrics["invalid_move"] = float(about[seat].get("invalid_move", False))
-    return {"reward": float(rewards[seat]), "metrics": metrics}
+    metrics = {"turns": len(talks.get(role, ())) // 2, f"player_{role}": rewards[role]}
+    metrics["invalid_move"] = float(about[role].get("invalid_move", False))
+    return {"reward": float(rewards[role]), "metrics": metrics}
 
 
 def _raw(settings):

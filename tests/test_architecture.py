@@ -135,7 +135,7 @@ def parts_of(room: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("room", LAYERS)
-def test_every_part_of_a_room_has_a_layer(room):
+def test_every_module_of_a_large_folder_has_a_layer(room):
     named = [name for layer in LAYERS[room] for name in layer]
     assert sorted(named) == sorted(set(parts_of(room).values()))
 
@@ -163,7 +163,7 @@ def test_imported_modules_exist():
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
-def test_a_folder_says_what_it_is_and_is_no_crowd(folder):
+def test_a_folder_has_a_docstring_and_at_most_16_modules(folder):
     modules = [file for file in FILES if file.parent == folder and file.name != "__init__.py"]
     assert len(modules) <= MOST_MODULES
     assert ast.get_docstring(tree_of(folder / "__init__.py"))
@@ -190,15 +190,15 @@ def test_tests_mirror_the_tree(file):
     folder = file.parent.relative_to(ROOT / "tests")
     if folder.name == "nullcuda":
         return
-    mirrored = [place for place in (PACKAGE / folder, ROOT / folder) if place.is_dir()]
-    assert mirrored, f"no folder {folder} in megatron_stare/ or beside it"
+    matching = [place for place in (PACKAGE / folder, ROOT / folder) if place.is_dir()]
+    assert matching, f"no folder {folder} in megatron_stare/ or next to it"
     if file.parent == ROOT / "tests" and file.stem in ("test_architecture", "test_vocabulary"):
         return
-    names = {path.stem.strip("_") for place in mirrored for path in place.iterdir()}
-    names |= {place.name for place in mirrored}
+    names = {path.stem.strip("_") for place in matching for path in place.iterdir()}
+    names |= {place.name for place in matching}
     tested = file.stem.removeprefix("test_")
     assert any(tested == name or tested.startswith(f"{name}_") for name in names), (
-        f"{file.name} is named after nothing in {mirrored[0].relative_to(ROOT)}"
+        f"{file.name} is named after nothing in {matching[0].relative_to(ROOT)}"
     )
 
 

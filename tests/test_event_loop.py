@@ -35,7 +35,7 @@ def test_results_and_errors_reach_the_caller(thread: EventLoopThread) -> None:
         thread.run(fail())
 
 
-def test_the_end_cancels_what_runs_and_what_comes_later(thread: EventLoopThread) -> None:
+def test_closing_cancels_running_and_later_work(thread: EventLoopThread) -> None:
     cleaned: list[int] = []
 
     async def waiting() -> None:
@@ -54,7 +54,7 @@ def test_the_end_cancels_what_runs_and_what_comes_later(thread: EventLoopThread)
     thread.stop()  # a second time does nothing
 
 
-def test_work_that_does_not_end_holds_nobody_up(thread: EventLoopThread) -> None:
+def test_closing_does_not_wait_for_work_without_end(thread: EventLoopThread) -> None:
     async def stubborn() -> None:
         while True:
             try:

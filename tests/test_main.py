@@ -219,7 +219,7 @@ def test_train_then_evaluate_then_report(
     assert "report.html" in capfd.readouterr().out
 
 
-def test_overrides_may_stand_behind_options(recipe: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_overrides_may_follow_options(recipe: str, capfd: pytest.CaptureFixture[str]) -> None:
     code = main(["train", recipe, "--seeds", "0", "optimizer.lr=fast"])
     assert_one_line_error(capfd, code, "optimizer.lr=fast")
     with pytest.raises(SystemExit) as exit_info:
@@ -238,7 +238,7 @@ def test_overrides_may_stand_behind_options(recipe: str, capfd: pytest.CaptureFi
         (["train", "quickstart", "--learning-rate=1e-6"], "write optimizer.lr=1e-6"),
     ],
 )
-def test_a_wrong_word_names_the_right_one(
+def test_a_misspelled_word_names_the_nearest(
     arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_info:

@@ -56,13 +56,13 @@ def python(program: str) -> str:
     ).stdout
 
 
-def test_commands_that_only_tell_import_nothing_large() -> None:
+def test_commands_that_only_print_import_nothing_large() -> None:
     """One command after the other in one process, each with the modules imported by then."""
-    told = json.loads(python(PROGRAM))
-    assert {tuple(arguments): imported for arguments, imported, _ in told} == {
+    found = json.loads(python(PROGRAM))
+    assert {tuple(arguments): imported for arguments, imported, _ in found} == {
         tuple(arguments): [] for arguments in LIGHT
     }
-    said = {" ".join(arguments[:2]): text for arguments, _, text in told}
+    said = {" ".join(arguments[:2]): text for arguments, _, text in found}
     assert "torch 2." in said["--version"] and "megatron_stare 0." in said["--version"]
     assert "short_cot_7b" in said["recipes"] and "optimizer.lr=0.001" in said["config quickstart"]
     assert said["plan nosuch"].startswith("error: recipe 'nosuch' is unknown")
@@ -83,7 +83,7 @@ print([name for name in {HEAVY!r} if name in sys.modules])
 
 
 @pytest.mark.parametrize("command", ["recipes", "config quickstart", "--help", "algorithms"])
-def test_a_reader_that_has_gone_is_no_traceback(command: str) -> None:
+def test_a_closed_pipe_gives_no_traceback(command: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(

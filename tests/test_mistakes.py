@@ -84,7 +84,7 @@ MISTAKES = {
     ),
     "an option of slime with =": Mistake("--eps-clip=0.2", "write loss.eps_clip=0.2"),
     "an option of TRL": Mistake("--learning_rate 1e-6", "write optimizer.lr=1e-6"),
-    "an option of no one": Mistake("--frobnicate", "`train --help` lists options"),
+    "an unknown option": Mistake("--frobnicate", "`train --help` lists options"),
     "a misspelt option": Mistake("--laod latest", "did you mean '--load'?"),
     "an unknown recipe": Mistake(": train quickstrat", "did you mean 'quickstart'? (`recipes`"),
     "an unknown command": Mistake(": trian quickstart", "did you mean 'train'?"),
@@ -355,7 +355,7 @@ def test_a_run_is_corrected_in_its_own_directory_continued_and_complete(
     assert code == 2 and f"is damaged: {weights.name}" in err and "--load latest-good" in err
 
 
-def test_a_port_that_is_taken(place: Path, said: Said) -> None:
+def test_a_taken_port_is_refused(place: Path, said: Said) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -367,9 +367,7 @@ def test_a_port_that_is_taken(place: Path, said: Said) -> None:
         assert code == 2 and "give another one, or 0" in err
 
 
-def test_nothing_is_trained_before_a_cold_start_if_the_run_cannot_follow(
-    place: Path, said: Said
-) -> None:
+def test_a_cold_start_does_not_begin_if_the_run_would_be_refused(place: Path, said: Said) -> None:
     rows = [{"prompt": "1", "response": "2"}] * 8
     (place / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     start = ("cold_start.data=shown.jsonl", "cold_start.steps=1", "cold_start.batch_size=4")

@@ -1,50 +1,25 @@
-"""No retired word (tools/vocabulary.py) in the package, the docs and the scripts."""
+"""No retired word (tools/vocabulary.py) in the package, the docs, the scripts and the tests."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import pytest
 
 from tests.paths import ROOT
-from tools.vocabulary import CHECKED, checked_files, retired_words
+from tools.vocabulary import CHECKED, checked_files, retired_words, retired_words_of
 
-# Rooms that are not clean yet, and how many retired words each may have at most.
-REMAINING: dict[str, int] = {
-    "benchmarks": 64,
-    "docs": 6,
-    "megatron_stare/commands": 6,
-    "megatron_stare/debug": 8,
-    "megatron_stare/loop": 75,
-    "megatron_stare/losses": 6,
-    "megatron_stare/sync": 90,
-    "tools": 34,
-}
+FILES = list(checked_files(ROOT))
 
 
-def room_of(file: str) -> str:
-    parts = file.split("/")
-    return "/".join(parts[:2]) if parts[0] == "megatron_stare" else parts[0]
-
-
-FILES = [str(file.relative_to(ROOT)) for file in checked_files(ROOT)]
-
-
-@pytest.mark.parametrize("room", sorted({room_of(file) for file in FILES}))
-def test_no_retired_words(room):
+@pytest.mark.parametrize("place", CHECKED)
+def test_no_retired_words(place):
+    files = [file for file in FILES if file.relative_to(ROOT).is_relative_to(place)]
+    assert files
     found = [
-        f"{file}:{line}: {word} -> {instead}"
-        for file in FILES
-        if room_of(file) == room
-        for line, word, instead in retired_words((ROOT / file).read_text(encoding="utf-8"))
+        f"{file.relative_to(ROOT)}:{line}: {word} -> {instead}"
+        for file in files
+        for line, word, instead in retired_words_of(file)
     ]
-    assert len(found) <= REMAINING.get(room, 0), "\n".join(found)
-
-
-def test_every_place_is_checked_and_only_rooms_that_exist_are_excused():
-    counted = Counter(file.split("/")[0] for file in FILES)
-    assert not [place for place in CHECKED if not counted[place]]
-    assert REMAINING.keys() <= {room_of(file) for file in FILES}
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(
@@ -66,5 +41,5 @@ def test_every_place_is_checked_and_only_rooms_that_exist_are_excused():
         ("| anew |\n| so\nmany |", ["anew", "so many"]),
     ],
 )
-def test_what_counts_as_a_retired_word(text, words):
+def test_retired_words_are_found(text, words):
     assert [found.word for found in retired_words(text)] == words

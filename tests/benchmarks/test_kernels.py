@@ -25,7 +25,7 @@ def test_the_heaviest_variants_are_as_recorded() -> None:
         assert rows([variant])[0] in recorded()
 
 
-def test_nothing_is_spilled_in_the_record() -> None:
+def test_the_record_has_no_spills() -> None:
     lines = recorded()[2:]
     assert len(lines) == len(VARIANTS) == 17
     for line in lines:

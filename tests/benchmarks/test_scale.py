@@ -19,7 +19,7 @@ def test_exponents_are_those_of_powers():
     assert math.isnan(scale.exponent([4, 4], [1.0, 2.0]))
 
 
-def test_every_other_round_goes_the_other_way():
+def test_every_second_round_is_in_reverse_order():
     asked: list[str] = []
 
     def measure(case: str) -> int:

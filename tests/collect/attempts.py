@@ -14,8 +14,8 @@ from tests.small_run import small_config
 def measured_on_ranks(
     rank: int, world_size: int, directory: str, options: tuple[str, ...], steps: int
 ) -> list[list[dict[str, float]]]:
-    """What each step measured on this rank: of a whole run, and of one that stops half way and goes
-    on.
+    """What each step measured on this rank: of a whole run, and of one that stops half way and
+    resumes.
     """
     found = []
     for name, stops in (("whole", (steps,)), ("parts", (steps // 2, steps))):

@@ -22,7 +22,7 @@ class Gate(threading.Event):
 
     A token is decoded once the dispatcher has taken in all that was finished before it. From the
     moment a batch is full, TOKENS_BEYOND more are decoded, so that sequences stand in the middle;
-    then none until the dispatcher has halted or there are new weights.
+    then none until the dispatcher has stopped or there are new weights.
     """
 
     def __init__(self, engine: EmbeddedEngine, dispatcher: PromptDispatcher, wanted: int) -> None:
@@ -50,7 +50,7 @@ class Gate(threading.Event):
         with self.dispatcher._lock, worker._lock:
             entries = list(worker._open.values())
             known = sum(len(entry.in_flight) for entry in entries)
-            behind = (
+            pending = (
                 known != len(self.engine._live) + len(self.engine._waiting)
                 or bool(worker._judging)
                 or len(entries) != len(self.dispatcher._begun)
@@ -61,7 +61,7 @@ class Gate(threading.Event):
             )
             if self.opened or self.dispatcher.limit == 0:
                 return True
-            if behind:
+            if pending:
                 return False
             version = self.engine.version
             there = self.dispatcher.kept + len(self.dispatcher._ready)

@@ -1,4 +1,4 @@
-"""ReMax: beside the rollouts that are trained a greedy one, whose reward is their baseline."""
+"""ReMax: a greedy rollout next to the trained ones; its reward is their baseline."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_run_learns_from_the_difference_to_the_greedy_response(
     assert 0.0 <= row["baseline_reward"] <= 1.0
 
 
-def test_a_run_that_was_stopped_repeats_the_whole_one(tmp_path: Path, topology: Topology) -> None:
+def test_a_stopped_run_repeats_an_uninterrupted_one(tmp_path: Path, topology: Topology) -> None:
     """A checkpoint has the baselines of groups that wait, and of prompts under way."""
     rows = rows_of_a_stopped_run(tmp_path, topology, 2, REMAX, ONE_OFF)
     assert all("baseline_reward" in row for row in rows)

@@ -114,8 +114,8 @@ def everything(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
         of_all = pack(alone.groups, topology, config.policy, hidden_size=HIDDEN, weight_version=3)
         for name, holder in HOLDERS.items():
             own = [group for n, group in enumerate(whole) if holder(n) == rank]
-            told = [iter(part) for part in all_gather_groups(own, topology)]
-            known = [next(told[holder(n)]) for n in range(len(whole))]
+            parts = [iter(part) for part in all_gather_groups(own, topology)]
+            known = [next(parts[holder(n)]) for n in range(len(whole))]
             collected = collected_of(known, known, {}, config, PromptHistory())
             with pytest.MonkeyPatch.context() as patch:
                 traffic = Traffic(patch)
@@ -142,7 +142,7 @@ def everything(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
                 == [(end, ends[-1]) for end in ends],
                 "own part": groups_in(part.part)
                 == [alone.groups[n] for n in range(len(whole)) if holder(n) == rank],
-                "dealt": [g.holder for g in again] == [n % 4 for n in range(len(whole))],
+                "assigned": [g.holder for g in again] == [n % 4 for n in range(len(whole))],
                 "traffic": (traffic.sent, traffic.received, traffic.largest),
                 "held": sum(size_of(group) for group in own),
                 "share": sum(
@@ -151,7 +151,9 @@ def everything(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
                         (whole[int(n) // 3], n) for n in batch.sequence_T.unique().tolist()
                     )
                 ),
-                "company": len(topology.ranks_of_tokens(topology.data_rank, topology.context_rank)),
+                "ranks of a part": len(
+                    topology.ranks_of_tokens(topology.data_rank, topology.context_rank)
+                ),
                 "parts": topology.context_size,
             }
     return found
@@ -178,11 +180,11 @@ def test_the_batch_is_the_one_of_ranks_that_have_everything(case: str, ranks: An
     for rank in ranks:
         found = rank[case]
         assert found["own"] and found["metrics"] and found["same"]
-        assert found["saved"] and found["spread"] and found["own part"] and found["dealt"]
+        assert found["saved"] and found["spread"] and found["own part"] and found["assigned"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_rank_sends_or_receives_more_than_its_share(case: str, ranks: Any):
+def test_a_rank_sends_and_receives_only_its_part(case: str, ranks: Any):
     """What it holds goes out once at most, and what it trains on comes in once and is passed on
     once; sequences without a loss token are 3 of 33.
     """
@@ -192,7 +194,7 @@ def test_no_rank_sends_or_receives_more_than_its_share(case: str, ranks: Any):
         assert 0 < largest <= BUCKET or not sent
         slack, share = total / 10, rank[case]["share"] / rank[case]["parts"]
         assert received <= share + slack
-        assert sent <= rank[case]["held"] + (rank[case]["company"] > 1) * (share + slack)
+        assert sent <= rank[case]["held"] + (rank[case]["ranks of a part"] > 1) * (share + slack)
     assert sum(rank[case]["traffic"][0] for rank in ranks) == sum(
         rank[case]["traffic"][1] for rank in ranks
     )

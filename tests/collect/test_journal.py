@@ -1,4 +1,4 @@
-"""The journal of finished rollouts: what a kill, a spoilt line and several resumes leave of it."""
+"""The journal of finished rollouts: its state after a kill, a damaged line and several resumes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.collect.test_rollout_buffer_stream import FULLY, rollout
 
 
 def live(directory: Path, step: int, *written: tuple[int, int, Rollout]) -> None:
-    """One life of a run, from `step` on, that finishes these rollouts and is killed."""
+    """One attempt of a run, from `step`, that finishes these rollouts and is killed."""
     journal = Journal(directory)
     journal.open(step)
     for prompt, number, found in written:
@@ -36,7 +36,7 @@ def live(directory: Path, step: int, *written: tuple[int, int, Rollout]) -> None
 
 
 def taken(directory: Path, step: int, prompt: int) -> Rollout | None:
-    """What a life that begins at `step` finds of this prompt."""
+    """The rollout of this prompt that an attempt from `step` finds."""
     journal = Journal(directory)
     journal.open(step)
     journal.close()
@@ -45,26 +45,26 @@ def taken(directory: Path, step: int, prompt: int) -> Rollout | None:
 
 @pytest.mark.parametrize("second", [5, 6, 3])
 def test_rollouts_of_lost_weights_are_not_fresh_after_a_second_resume(second: int, tmp_path: Path):
-    """The first life's weights 5 come after its 3, to which the second life went back; when the
-    third begins, with weights 5 of the second, they are still others.
+    """Weights 5 of the first attempt follow its weights 3, from which the second attempt starts.
+    The third starts from weights 5 of the second, and these differ from those of the first.
     """
     live(tmp_path, 0, (0, 0, rollout(3, 3)), (1, 0, rollout(5, 5)), (2, 0, rollout(3, 5)))
     live(tmp_path, 3, (3, 0, rollout(5)))
     found = {prompt: taken(tmp_path, second, prompt) for prompt in range(4)}
     assert found[0] == rollout(3, 3), "its weights are those of the checkpoint"
-    assert found[1] == rollout(2, 2), "one step older than what both lives share"
+    assert found[1] == rollout(2, 2), "one step older than the weights of both attempts"
     assert found[2] == rollout(3, 2)
     assert found[3] == (rollout(5) if second >= 5 else rollout(2))
 
 
-def test_a_rollout_that_a_later_life_sampled_again_is_the_one_that_counts(tmp_path: Path):
+def test_a_rollout_of_a_later_attempt_replaces_an_earlier_one(tmp_path: Path):
     live(tmp_path, 0, (0, 0, rollout(5, 5)))
     live(tmp_path, 3, (0, 0, rollout(4)))
     assert taken(tmp_path, 4, 0) == rollout(4)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", None])
-def test_without_its_table_of_lives_nothing_counts_as_fresh(content: bytes | None, tmp_path: Path):
+def test_without_its_table_of_attempts_no_rollout_is_fresh(content: bytes | None, tmp_path: Path):
     live(tmp_path, 0, (0, 0, rollout(0)), (1, 0, rollout(2)))
     if content is None:
         (tmp_path / ATTEMPTS_NAME).unlink()
@@ -83,7 +83,7 @@ def unframed(**changes: Any) -> bytes:
 
 
 WHOLE = frame(rollout(1, 1), key=(9, 0), attempt="")
-SPOILT_FRAMES = {
+DAMAGED_FRAMES = {
     "torn in its start": WHOLE[:10],
     "torn in its line": WHOLE[:60],
     "torn in its arrays": WHOLE[:-1],
@@ -101,13 +101,13 @@ SPOILT_FRAMES = {
 }
 
 
-@pytest.mark.parametrize("name", SPOILT_FRAMES)
-def test_a_spoilt_frame_is_counted_and_the_rest_is_read(
+@pytest.mark.parametrize("name", DAMAGED_FRAMES)
+def test_a_damaged_frame_is_counted_and_the_rest_is_read(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     live(tmp_path, 1, (0, 0, rollout(1, 1)))
     file = tmp_path / "step_00000001.frames"
-    file.write_bytes(file.read_bytes() + SPOILT_FRAMES[name])
+    file.write_bytes(file.read_bytes() + DAMAGED_FRAMES[name])
     live(tmp_path, 1, (1, 0, rollout(1, 1)))
     assert_one_is_skipped_of_three(tmp_path, caplog)
 
@@ -122,9 +122,7 @@ def assert_one_is_skipped_of_three(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert journal.found == {(0, 0): rollout(1, 1), (1, 0): rollout(1, 1)}
 
 
-def test_what_was_written_reaches_the_disk_once_per_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_journal_reaches_the_disk_once_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     journal, flushed = Journal(tmp_path), list[str]()
     journal.open(0)
     sync = os.fsync

@@ -49,7 +49,7 @@ def test_groups_come_back_as_they_were():
     assert groups_in(group_frames([])) == []
 
 
-def test_of_a_prompt_that_is_judged_its_verifiers_data_is_not_kept():
+def test_a_judged_groups_verifier_data_is_not_kept():
     (first, _) = groups()
     odd = dataclasses.replace(first.prompt, metadata={"any": object()}, tools=({"name": "f"},))
     assert groups_in(group_frames([Group(odd, first.rollouts)])) == [first]
@@ -58,9 +58,9 @@ def test_of_a_prompt_that_is_judged_its_verifiers_data_is_not_kept():
 def test_every_byte_of_a_frame_is_guarded():
     whole = frame(groups()[0].rollouts[0], number=1)
     for place in range(len(whole)):
-        spoilt = bytearray(whole)
-        spoilt[place] ^= 0x20
-        found = list(read_frames(bytes(spoilt) + whole))
+        damaged = bytearray(whole)
+        damaged[place] ^= 0x20
+        found = list(read_frames(bytes(damaged) + whole))
         assert isinstance(found[0], InvalidBytes) and found[1].extra == {"number": 1}, place
         assert len(found) == 2
     content = group_frames(groups())

@@ -1,4 +1,4 @@
-"""Judging beside the sampling; and programs as rewards, through the judge and the sandbox."""
+"""Judging during the sampling; and programs as rewards, through the judge and the sandbox."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def response(program: str) -> Rollout:
         ("import sys; sys.exit(3)", 0.0, "wrong"),
     ],
 )
-def test_a_program_gets_the_share_of_tests_that_it_passes(
+def test_a_programs_reward_is_the_fraction_of_passed_tests(
     judge: Judge, program: str, reward: float, verdict: str
 ):
     prompt = Prompt(0, (1,), "", metadata={"tests": TESTS})

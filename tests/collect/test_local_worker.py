@@ -67,7 +67,7 @@ def share_of(engine: Patient, *options: str, journal: Journal | None = None) -> 
             yield share
 
 
-def test_a_group_is_judged_when_it_is_finished_whatever_becomes_of_others():
+def test_a_finished_group_is_judged_before_others_finish():
     engine = Patient()
     settings = ("scoring.verifier_processes=2", "scoring.verifier_timeout=100")
     with share_of(engine, *settings) as share:
@@ -83,7 +83,7 @@ def test_a_group_is_judged_when_it_is_finished_whatever_becomes_of_others():
         assert not hung.done() and not sampled.done()
 
 
-def test_what_is_ended_goes_on_and_what_is_stopped_is_kept():
+def test_ended_rollouts_continue_and_stopped_ones_are_kept():
     engine = Patient()
     with share_of(engine) as share:
         (group,) = share.start(prompts(7))
@@ -174,7 +174,7 @@ def test_the_greedy_baseline_is_no_sample_of_a_run_with_more_samples():
         assert set(engine.asked) == {(7, 0), (7, 1), (7, 2)}
 
 
-def test_whatever_a_thread_raises_fails_every_group_that_waits_for_it(
+def test_an_error_in_a_thread_fails_every_group_that_waits_for_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     engine = Patient()
@@ -189,7 +189,7 @@ def test_whatever_a_thread_raises_fails_every_group_that_waits_for_it(
         assert "Traceback" in caplog.text and set(share.partial_states()) == {0, 1, 2}
 
 
-def test_what_a_reward_raises_fails_its_group_alone(monkeypatch: pytest.MonkeyPatch):
+def test_an_error_in_a_reward_fails_only_its_group(monkeypatch: pytest.MonkeyPatch):
     engine = Patient()
     with share_of(engine) as share:
         failed, judged = share.start(prompts(0, 1))
@@ -204,7 +204,7 @@ def test_what_a_reward_raises_fails_its_group_alone(monkeypatch: pytest.MonkeyPa
         assert [r.reward for r in judged.result(timeout=60).rollouts] == [1.0, 1.0]
 
 
-def test_a_refused_request_is_its_groups_failure():
+def test_a_refused_request_fails_only_its_group():
     engine = Patient()
     engine.refusal = UserError("too long")
     with share_of(engine) as share:
@@ -224,7 +224,7 @@ def test_folders_of_a_journal_are_read_by_all_and_filtered(tmp_path: Path):
                 journal.write(key, said(f"{key}"))
         journal.close()
     again = Journal(tmp_path, "share_1", lambda key: key[0] % 2 == 1, attempts)
-    again.open(0)  # a process that was started again goes on with its life
+    again.open(0)  # a restarted process continues the attempt
     assert {key: found.text for key, found in again.found.items()} == {
         (1, 0): "(1, 0)",
         (3, 0): "(3, 0)",
@@ -233,7 +233,7 @@ def test_folders_of_a_journal_are_read_by_all_and_filtered(tmp_path: Path):
 
 
 @pytest.mark.parametrize("per_rank", [1, 2, 3])
-def test_what_is_decoded_together_is_the_same_for_any_number_of_shares(per_rank: int):
+def test_engine_batches_are_the_same_for_any_number_of_workers(per_rank: int):
     drawn = prompts(*range(11))
     shares = RolloutWorkers([0, 4], per_rank, [], together=3)
     dealt = shares.assigned(drawn)

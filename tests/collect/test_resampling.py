@@ -42,7 +42,7 @@ ENDS = ("completed", "truncated", "completed", "truncated", "completed")
 
 
 def row(advantage: float, name: int = 0, mask: bool = True, **fields: Any) -> Rollout:
-    """One rollout, told from others by its only token."""
+    """One rollout, which its only token identifies."""
     return Rollout(
         (name,),
         (-0.5,),
@@ -71,7 +71,7 @@ def flat(groups: Sequence[Group]) -> list[tuple[int, Rollout]]:
 
 @pytest.mark.parametrize("surprisal", [0.0, 0.5, 0.500001])
 @pytest.mark.parametrize("most", [1, 3, 60])
-def test_aepo_is_its_rule(surprisal: float, most: int) -> None:
+def test_aepo_resamples_by_its_rule(surprisal: float, most: int) -> None:
     """Row by row: the first k of the fresh ones that may join, then the others from the k-th on."""
     random = numpy.random.default_rng(most)
     method = Aepo(dataclasses.replace(ResamplingConfig(), max_rollouts=most), 5)
@@ -93,7 +93,7 @@ def test_aepo_is_its_rule(surprisal: float, most: int) -> None:
     assert len(counts) > 1 or most == 1
 
 
-def test_where_nothing_may_join_the_batch_is_as_it_was() -> None:
+def test_a_batch_that_nothing_may_join_is_unchanged() -> None:
     groups = [Group(Prompt(0, (1,), ""), (row(1.0), row(-1.0)))]
     fresh = [Group(Prompt(0, (1,), ""), (row(0.0, reward=0.0), row(0.0, reward=1.0)))]
     found, metrics = Aepo(ResamplingConfig(), 2).joined(groups, fresh, 0.1)
@@ -102,8 +102,8 @@ def test_where_nothing_may_join_the_batch_is_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("negative", [False, True])
-def test_uec_rl_is_its_rule(negative: bool) -> None:
-    """Row by row; and what of it is put by."""
+def test_uec_rl_resamples_by_its_rule(negative: bool) -> None:
+    """Row by row; and the rollouts that are buffered."""
     random, trained, kept = numpy.random.default_rng(1), 0, 0
     settings = dataclasses.replace(ResamplingConfig(), replay_negative=negative)
     method = UecRl(settings)
@@ -159,7 +159,7 @@ class Warm(Patient):
 
 
 @pytest.mark.parametrize("temperature", [1.2, 1.0])
-def test_they_have_seeds_and_a_temperature_of_their_own(temperature: float) -> None:
+def test_resampled_rollouts_have_their_own_seeds_and_temperature(temperature: float) -> None:
     engine = Warm()
     with share_of(engine) as share:
         (first,) = share.start(prompts(3))
@@ -178,7 +178,7 @@ def test_they_have_seeds_and_a_temperature_of_their_own(temperature: float) -> N
     assert [rollout.temperature for rollout in rollouts] == [other] * 3
 
 
-def test_a_journals_rollouts_are_taken_at_their_temperature_and_weights_alone(
+def test_rollouts_of_a_journal_need_the_same_temperature_and_weights(
     tmp_path: Path,
 ) -> None:
     """Those of lost weights, which max_staleness would allow, have no ratio at another one."""
@@ -213,8 +213,10 @@ def seen_batches(run: Trainer) -> Iterator[tuple[TokenBatch, bool]]:
     yield from found
 
 
-def test_their_ratio_starts_at_the_trainers_scores(tmp_path: Path, topology: Topology) -> None:
-    """Beside stale rollouts, whose ratio starts at the engine's."""
+def test_the_ratio_of_resampled_rollouts_starts_at_the_trainers_scores(
+    tmp_path: Path, topology: Topology
+) -> None:
+    """In a batch with stale rollouts, whose ratio starts at the engine's."""
     stale = ("rollout.max_staleness=1", "rollout.over_sampling_batch_size=6")
     run = Trainer(small_config(tmp_path, *SMALL, *stale, "train.epochs=2"), topology)
     tempered, others = 0, 0
@@ -263,9 +265,9 @@ def test_a_run_follows_the_last_steps_surprisal(tmp_path: Path, topology: Topolo
             ids = torch.tensor([*prompt.token_ids.tolist(), *rollout.response_ids.tolist()])
             logits = model(ids[None]).logits[0, len(prompt.token_ids) - 1 : -1]
             logprobs = torch.log_softmax(logits.float() / temperature, -1)
-            told = logprobs.gather(-1, ids[len(prompt.token_ids) :, None])[:, 0]
+            scores = logprobs.gather(-1, ids[len(prompt.token_ids) :, None])[:, 0]
             torch.testing.assert_close(
-                told.detach(), torch.tensor(rollout.logprobs), rtol=0, atol=1e-4
+                scores.detach(), torch.tensor(rollout.logprobs), rtol=0, atol=1e-4
             )
     assert any(row["resampled_trained"] for row in rows)
 
@@ -295,14 +297,16 @@ def test_a_batch_without_signal_learns_from_what_joins_it(
     assert row["skipped"] == 0 and row["resampled_trained"] > 0 and row["grad_norm"] > 0
 
 
-def test_a_run_that_was_stopped_repeats_the_whole_one(tmp_path: Path, topology: Topology) -> None:
+def test_a_stopped_run_repeats_an_uninterrupted_one(tmp_path: Path, topology: Topology) -> None:
     """A checkpoint has the surprisal that the next temperature depends on."""
     rows = rows_of_a_stopped_run(tmp_path, topology, 2, *SMALL)
     assert rows[1]["surprisal"] > 5 and rows[2]["resampling_temperature"] == 0.8, "0 would be 1.2"
 
 
 @pytest.mark.slow
-def test_it_is_the_same_for_any_number_of_workers(tmp_path: Path, topology: Topology) -> None:
+def test_the_result_is_the_same_for_any_number_of_workers(
+    tmp_path: Path, topology: Topology
+) -> None:
     rows = []
     for workers in (0, 1, 2):
         own = (f"rollout.workers_per_node={workers}", f"run.dir={tmp_path}/run_{workers}")
@@ -313,12 +317,12 @@ def test_it_is_the_same_for_any_number_of_workers(tmp_path: Path, topology: Topo
 
 
 @pytest.mark.slow
-def test_ranks_share_them_and_go_on_to_the_last_bit(tmp_path: Path, topology: Topology) -> None:
+def test_ranks_share_rollouts_and_resume_bit_for_bit(tmp_path: Path, topology: Topology) -> None:
     config = small_config(tmp_path, *SMALL, "train.num_rollout=4")
     assert Trainer(config, topology).run(Interrupt())
     alone = rows_of(config)
-    (one, goes_on), (other, _) = run_distributed(measured_on_ranks, 2, str(tmp_path), SMALL, 4)
-    assert one == other == goes_on and len(one) == 4
+    (one, resumed), (other, _) = run_distributed(measured_on_ranks, 2, str(tmp_path), SMALL, 4)
+    assert one == other == resumed and len(one) == 4
     keys = ("loss", "entropy", "surprisal", "grad_norm", "rollout_diff_max")
     for row, expected in zip(one, alone, strict=True):
         exact = {key for key in row if key.startswith("resampl")} | {"sequences", "loss_tokens"}
@@ -362,7 +366,7 @@ def test_alarms_look_at_the_target_of_the_loss_else_at_the_methods(
     ],
 )
 @pytest.mark.parametrize("method", ["aepo", "uec_rl"])
-def test_what_it_cannot_be_combined_with_is_refused(
+def test_unsupported_combinations_of_resampling_are_refused(
     method: str, options: tuple[str, ...], message: str
 ) -> None:
     config = override(Config(), list(options))
@@ -381,7 +385,7 @@ def test_what_it_cannot_be_combined_with_is_refused(
         ),
     ],
 )
-def test_rollouts_that_wait_need_settings_that_let_them(
+def test_buffered_rollouts_need_settings_that_admit_them(
     options: tuple[str, ...], message: str
 ) -> None:
     config = override(Config(), [*options, "rollout.resampling.method=uec_rl"])

@@ -28,7 +28,7 @@ UEC = (
     "rollout.resampling.method=uec_rl",
     "rollout.dynamic_sampling=false",
     "rollout.max_staleness=2",
-    # A tiny model never ends by itself, so that only wrong rollouts are trained and put by.
+    # A tiny model never ends by itself, so that only wrong rollouts are trained and buffered.
     "rollout.resampling.replay_negative=true",
     "rollout.resampling.replay_advantage=0.6",
     "rollout.resampling.replay_interval=2",
@@ -42,7 +42,7 @@ def flat(groups: Sequence[Group]) -> list[tuple[Prompt, Rollout]]:
 
 
 def names(pairs: Sequence[tuple[Prompt, Rollout]]) -> list[tuple[int, bytes]]:
-    """What tells rollouts apart."""
+    """The identity of each rollout."""
     return [(prompt.index, rollout.response_ids.tobytes()) for prompt, rollout in pairs]
 
 
@@ -105,29 +105,31 @@ def test_batches_are_full_and_nothing_is_lost_or_trained_twice(noted: Noted) -> 
     assert temperatures == {None, 1.1}, "both kinds"
 
 
-def test_what_is_put_by_is_the_newest_and_has_its_turn(noted: Noted) -> None:
+def test_the_newest_groups_are_buffered_and_used_in_turn(noted: Noted) -> None:
     """The rule again, with lists."""
-    put_by: list[tuple[int, bytes]] = []
+    buffered: list[tuple[int, bytes]] = []
     count = replayed = 0
     sizes = set()
     for pairs, turn in zip(noted.trained, turns(noted), strict=True):
-        due = count % OFTEN == 0 and count != replayed and len(put_by) >= FULL
+        due = count % OFTEN == 0 and count != replayed and len(buffered) >= FULL
         assert turn == due
         if due:
             sizes.add(len(pairs))
-            assert len(pairs) == len(put_by) // FULL * FULL
+            assert len(pairs) == len(buffered) // FULL * FULL
             if len(pairs) == 2 * FULL:
-                assert names(pairs) == put_by
+                assert names(pairs) == buffered
             else:
-                assert set(names(pairs)) <= set(put_by) and len(set(names(pairs))) == FULL
+                assert set(names(pairs)) <= set(buffered) and len(set(names(pairs))) == FULL
             replayed = count
         else:
             count += 1
-            put_by = (put_by + names([p for p in pairs if abs(p[1].advantage) > 0.6]))[-2 * FULL :]
+            buffered = (buffered + names([p for p in pairs if abs(p[1].advantage) > 0.6]))[
+                -2 * FULL :
+            ]
     assert sizes == {FULL, 2 * FULL}
 
 
-def test_it_is_trained_against_the_log_probs_that_it_first_had(noted: Noted) -> None:
+def test_buffered_rollouts_keep_their_first_log_probs(noted: Noted) -> None:
     """Those of the weights of that step at the policy's temperature, whatever sampled it."""
     model = AutoModelForCausalLM.from_pretrained(noted.run.config.policy.hf_checkpoint)
     first: dict[tuple[int, bytes], int] = {}
@@ -149,14 +151,14 @@ def test_it_is_trained_against_the_log_probs_that_it_first_had(noted: Noted) -> 
             model.load_state_dict(noted.weights[first[name]])
             ids = torch.tensor([*prompt.token_ids.tolist(), *rollout.response_ids.tolist()])
             logits = model(ids[None]).logits[0, len(prompt.token_ids) - 1 : -1]
-            told = torch.log_softmax(logits.float(), -1)
-            told = told.gather(-1, ids[len(prompt.token_ids) :, None])[:, 0].detach().numpy()
+            scores = torch.log_softmax(logits.float(), -1)
+            scores = scores.gather(-1, ids[len(prompt.token_ids) :, None])[:, 0].detach().numpy()
             stale = rollout.weight_version < first[name]
             sampled = noted_logprobs(noted, first[name], name)
             if stale and sampled is not None:  # its ratio started where it was sampled
                 assert numpy.allclose(rollout.logprobs, sampled, atol=1e-6)
             else:
-                assert numpy.allclose(rollout.logprobs, told, atol=1e-4)
+                assert numpy.allclose(rollout.logprobs, scores, atol=1e-4)
             assert rollout.temperature is None
             seen += 1
     assert seen > FULL and tempered
@@ -169,18 +171,18 @@ def noted_logprobs(noted: Noted, step: int, name: tuple[int, bytes]) -> numpy.nd
     return rollout.logprobs if rollout.temperature is None else None
 
 
-def test_no_measure_of_the_engine_sees_it(noted: Noted) -> None:
+def test_buffered_rollouts_are_in_no_metric_of_the_engine(noted: Noted) -> None:
     for row, turn in zip(noted.rows, turns(noted), strict=True):
         assert row.get("logprob_diff_max", 0) < 1e-4
         assert turn == ("reward" not in row and "rollout_diff_mean" not in row)
 
 
 @pytest.mark.parametrize("half", [3, 4])
-def test_a_run_that_was_stopped_repeats_the_whole_one(
+def test_a_stopped_run_repeats_an_uninterrupted_one(
     half: int, tmp_path: Path, topology: Topology
 ) -> None:
-    """A checkpoint has the queue, what is put by, and whose turn it is: the third step is one of
-    rollouts put by.
+    """A checkpoint has the queue, the buffered rollouts, and the kind of the next step: the third
+    step trains buffered rollouts.
     """
     rows = rows_of_a_stopped_run(tmp_path, topology, half, *UEC)
     assert ["replayed_rollouts" in row for row in rows[:4]] == [False, False, True, False]
@@ -188,8 +190,8 @@ def test_a_run_that_was_stopped_repeats_the_whole_one(
     assert half == 3 or any("replayed_rollouts" in row for row in rows[4:])
 
 
-def test_no_round_is_under_way_when_new_weights_come(tmp_path: Path, topology: Topology) -> None:
-    """Beside an evaluation the next round begins, unless the next batch is there already."""
+def test_no_round_is_in_flight_when_new_weights_arrive(tmp_path: Path, topology: Topology) -> None:
+    """During an evaluation the next round starts, unless the next batch is complete."""
     held = (f"evaluation.eval_data.same={tmp_path}/problems.jsonl", "evaluation.eval_interval=1")
     run = Trainer(small_config(tmp_path, *UEC, *held, "train.num_rollout=8"), topology)
     run.collector.config = override(run.config, ["rollout.engine=sglang"])  # type: ignore[attr-defined]
@@ -210,7 +212,7 @@ def test_no_round_is_under_way_when_new_weights_come(tmp_path: Path, topology: T
     assert all(ended) and set(begun) == {True, False}
 
 
-def test_what_is_decoded_together_is_counted_in_its_own_rollouts(
+def test_prompts_per_engine_batch_follow_the_rollouts_per_prompt(
     tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """12 sequences at a time: three prompts of 4, two of 6."""
@@ -228,7 +230,7 @@ def test_what_is_decoded_together_is_counted_in_its_own_rollouts(
     assert set(asked) == {2, 3}
 
 
-def test_a_queue_that_never_fills_says_so(tmp_path: Path, topology: Topology) -> None:
+def test_a_buffer_that_never_fills_is_an_error(tmp_path: Path, topology: Topology) -> None:
     never = (*UEC, "scoring.reward=tests.rewards.no_signal", "train.num_rollout=1")
     with pytest.raises(NoSignalError, match=r"only 0 of the 16 rollouts of a batch .* after 8 gen"):
         Trainer(small_config(tmp_path, *never), topology).run(Interrupt())
@@ -239,7 +241,7 @@ def test_a_queue_that_never_fills_says_so(tmp_path: Path, topology: Topology) ->
     assert row["skipped"] == 1 and row["resampled_prompts"] == 4 and row["buffered_rollouts"] == 0
 
 
-def test_what_is_not_chosen_is_measured_at_most(tmp_path: Path, topology: Topology) -> None:
+def test_unchosen_rollouts_are_only_measured(tmp_path: Path, topology: Topology) -> None:
     high = ("rollout.resampling.min_advantage=9", "rollout.resampling.min_resampled_advantage=9")
     partial = ("rollout.accept_partial_batch=true", "rollout.max_generation_rounds=1")
     config = small_config(tmp_path, *UEC, *high, *partial, "train.num_rollout=1")
@@ -254,7 +256,9 @@ def rare(response: str, label: str, metadata: dict[str, Any]) -> float:
 
 
 @pytest.mark.slow
-def test_it_is_the_same_for_any_number_of_workers(tmp_path: Path, topology: Topology) -> None:
+def test_the_result_is_the_same_for_any_number_of_workers(
+    tmp_path: Path, topology: Topology
+) -> None:
     """Three prompts of 4 rollouts are decoded together, and two of 6 that are sampled again."""
     rows = []
     for workers in (0, 1, 2):
@@ -269,12 +273,12 @@ def test_it_is_the_same_for_any_number_of_workers(tmp_path: Path, topology: Topo
 
 
 @pytest.mark.slow
-def test_ranks_share_it_and_go_on_to_the_last_bit(tmp_path: Path, topology: Topology) -> None:
+def test_ranks_share_the_buffer_and_resume_bit_for_bit(tmp_path: Path, topology: Topology) -> None:
     config = small_config(tmp_path, *UEC, "train.num_rollout=8")
     assert Trainer(config, topology).run(Interrupt())
     alone = rows_of(config)
-    (one, goes_on), (other, _) = run_distributed(measured_on_ranks, 2, str(tmp_path), UEC, 8)
-    assert one == other == goes_on and len(one) == 8
+    (one, resumed), (other, _) = run_distributed(measured_on_ranks, 2, str(tmp_path), UEC, 8)
+    assert one == other == resumed and len(one) == 8
     assert any("replayed_rollouts" in row for row in one)
     for row, expected in zip(one, alone, strict=True):
         for key in ("sequences", "loss_tokens", "buffered_rollouts", "replayed_rollouts"):
@@ -287,7 +291,7 @@ def test_ranks_share_it_and_go_on_to_the_last_bit(tmp_path: Path, topology: Topo
 def test_a_run_may_change_its_way_of_sampling(
     other: str, tmp_path: Path, topology: Topology
 ) -> None:
-    """The queue's prompts are drawn again by whoever trains whole groups, and the other way."""
+    """A run without the queue draws its prompts again, and the other way round."""
     ways = {
         "rounds": ("rollout.over_sampling_batch_size=7", "rollout.dynamic_sampling=true"),
         "stream": ("rollout.asynchrony=fully_async",),

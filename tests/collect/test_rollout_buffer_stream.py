@@ -83,7 +83,7 @@ def test_one_step_off_repeats_itself_after_a_stop(tmp_path: Path, topology: Topo
 def rows_of_a_stopped_run(
     directory: Path, topology: Topology, half: int, *options: str
 ) -> list[dict[str, Any]]:
-    """Of a run that is stopped in its middle and goes on: they are those of one that is not."""
+    """The metrics of a run that stops and resumes equal those of an uninterrupted one."""
     options = (*options, f"train.num_rollout={2 * half}")
     whole = small_config(directory, *options, f"run.dir={directory}/whole")
     assert Trainer(whole, topology).run(Interrupt())
@@ -102,7 +102,7 @@ def rows_of_a_stopped_run(
 @pytest.mark.parametrize(
     "asynchrony", ["on_policy", pytest.param("one_step_off", marks=pytest.mark.slow)]
 )
-def test_with_servers_the_next_round_is_sampled_beside_an_evaluation(
+def test_with_servers_the_next_round_is_sampled_during_an_evaluation(
     asynchrony: str, tmp_path: Path, topology: Topology
 ):
     options = (
@@ -121,13 +121,13 @@ def test_with_servers_the_next_round_is_sampled_beside_an_evaluation(
         )
         # as it would do with servers
         run.collector.config = override(run.config, ["rollout.engine=sglang"])
-        beside: list[bool] = []
+        in_round: list[bool] = []
         evaluate = run.evaluator.evaluate
 
         def recorded(
-            step: int, run: Trainer = run, beside: list[bool] = beside, evaluate: Any = evaluate
+            step: int, run: Trainer = run, in_round: list[bool] = in_round, evaluate: Any = evaluate
         ) -> dict[str, float]:
-            beside.append(run.collector._round is not None)
+            in_round.append(run.collector._round is not None)
             return evaluate(step)
 
         run.evaluator.evaluate = recorded  # type: ignore[method-assign, assignment]
@@ -143,7 +143,7 @@ def test_with_servers_the_next_round_is_sampled_beside_an_evaluation(
             drawn.append([group.prompt.index for group in groups])
         # the run's last rounds are under way or done by then
         last = 2 if asynchrony == "one_step_off" else 1
-        assert beside == [True] * (len(beside) - last) + [False] * last
+        assert in_round == [True] * (len(in_round) - last) + [False] * last
     together = [index for groups in drawn for index in groups]
     assert together == list(range(24)), (
         "a round that was under way at the end is drawn again, none twice"
@@ -282,7 +282,7 @@ def stream_on_two_ranks(rank: int, world_size: int, directory: str) -> list[dict
 
 
 @pytest.mark.slow
-def test_every_rank_trains_on_what_rank_0_sampled(tmp_path: Path):
+def test_every_rank_trains_on_the_rollouts_of_rank_0(tmp_path: Path):
     small_config(tmp_path)
     first, second = run_distributed(stream_on_two_ranks, 2, str(tmp_path))
     assert len(first) == len(second) == 6
@@ -337,7 +337,7 @@ def rollout(*versions: int) -> Rollout:
     )
 
 
-def test_the_journal_gives_back_what_it_was_given(tmp_path: Path):
+def test_the_journal_returns_its_groups(tmp_path: Path):
     journal = Journal(tmp_path)
     journal.open(3)
     journal.write((4, 0), rollout(3, 3))
@@ -367,7 +367,7 @@ def test_the_journal_gives_back_what_it_was_given(tmp_path: Path):
     assert [file.name for file in tmp_path.glob("step_*")] == ["step_00000004.frames"]
 
 
-def test_a_full_disk_is_a_warning_and_what_was_finished_meanwhile_follows(
+def test_a_full_disk_is_a_warning_and_loses_no_finished_rollout(
     small_disk: Path, caplog: pytest.LogCaptureFixture
 ):
     journal = Journal(small_disk / "rollouts")
@@ -408,6 +408,6 @@ def test_a_full_disk_is_a_warning_and_what_was_finished_meanwhile_follows(
         (("rollout.asynchrony=sometimes",), "is not one of on_policy, one_step_off, fully_async"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(overrides: tuple[str, ...], message: str):
+def test_contradicting_settings_are_refused(overrides: tuple[str, ...], message: str):
     with pytest.raises(UserError, match=message):
         override(Config(), list(overrides))

@@ -17,7 +17,7 @@ def test_the_docs_have_the_table_that_the_code_makes() -> None:
     assert table.strip() == markdown().strip()
 
 
-def test_what_the_source_declares_is_what_the_registry_has() -> None:
+def test_the_registry_equals_the_declarations_of_the_source() -> None:
     shown = {key: HEADER.index({"confidence": "known from"}.get(key, key)) for key in FACTS}
     read = {
         name: [", ".join(facts[key]) if key == "needs" else facts[key] for key in FACTS]
@@ -38,6 +38,6 @@ def test_every_objective_has_a_row_and_a_page(capsys: pytest.CaptureFixture[str]
         assert all(f"  {setting.key}=" in page for setting in objective.settings.values())
 
 
-def test_an_unknown_name_is_told_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_lists_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["algorithms", "stair"]) == 2
     assert "did you mean 'stare'" in capsys.readouterr().err

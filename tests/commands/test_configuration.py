@@ -17,7 +17,7 @@ from tests.paths import ROOT
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", "tool_use_7b", "long_cot_30b_a3b"])
-def test_what_it_prints_is_the_config_again_as_overrides(recipe: str) -> None:
+def test_the_printed_overrides_make_the_same_config(recipe: str) -> None:
     config = override(find_recipe(recipe), ["evaluation.eval_data.a=a.jsonl"])
     config = override(
         config, ["evaluation.per_set.a.n_samples=3", 'data.system_prompt="it is: {x}"']
@@ -28,19 +28,21 @@ def test_what_it_prints_is_the_config_again_as_overrides(recipe: str) -> None:
     assert override(Config(), words) == config
 
 
-def test_it_says_where_a_value_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_the_source_of_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["optimizer.lr=5e-4", "loss.alpha=0.02", "loss.gate=true", "rollout.engine=embedded"]
     assert main(["config", "quickstart", *asked, "sglang.api_key=hidden"]) == 0
     lines = {line.split("=")[0]: line for line in capsys.readouterr().out.splitlines()}
-    told = {key: line.split("  # ")[1] for key, line in lines.items() if "  # " in line}
-    assert told["optimizer.lr"].startswith("override, recipe 0.001, default 1e-06. Peak learning")
-    assert told["loss.alpha"].startswith("override, default 0.01. ")
-    assert told["optimizer.adam_beta2"].startswith("recipe, default 0.98. ")
-    assert told["loss.gate"].startswith("default. ")
+    comments = {key: line.split("  # ")[1] for key, line in lines.items() if "  # " in line}
+    assert comments["optimizer.lr"].startswith(
+        "override, recipe 0.001, default 1e-06. Peak learning"
+    )
+    assert comments["loss.alpha"].startswith("override, default 0.01. ")
+    assert comments["optimizer.adam_beta2"].startswith("recipe, default 0.98. ")
+    assert comments["loss.gate"].startswith("default. ")
     assert "hidden" not in "".join(lines.values())
 
 
-def test_only_some_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_chosen_sections_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "quickstart", "--only", "mismatch"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines and all(line.startswith("mismatch.") for line in lines)

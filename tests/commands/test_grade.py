@@ -115,7 +115,9 @@ def test_several_rewards_show_their_parts(tmp_path: Path) -> None:
         ({"response": "1", "label": "1", "metadata": 3}, "field 'metadata' is int"),
     ],
 )
-def test_bad_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], row: Any, words: str) -> None:
+def test_bad_rows_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], row: Any, words: str
+) -> None:
     source, target = write(tmp_path / "in.jsonl", [ROWS[0], "", row]), tmp_path / "out.jsonl"
     target.write_text("an older result\n")
     assert run(source, target, "scoring.reward=language") == 2
@@ -137,7 +139,7 @@ def test_bad_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], row: Any, 
         (("in.jsonl", "out.jsonl", "scoring.reward=maths"), "did you mean 'math'"),
     ],
 )
-def test_what_cannot_be_graded(
+def test_ungradable_input_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
 ) -> None:
     write(tmp_path / "in.jsonl", ROWS)

@@ -27,7 +27,7 @@ def test_a_plan_prints_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert BASIS in shown and "With servers on GPUs of their own, 1 step off (4 + 4" in shown
 
 
-def test_what_does_not_fit_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_does_not_fit_has_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "short_cot_7b", "policy.max_tokens_per_gpu=40000"]) == 1
     assert "does not fit: stage 0" in capsys.readouterr().out
 
@@ -50,7 +50,7 @@ def test_adapters_of_32b_fit_where_its_weights_do_not_train(
     assert "most of it is optimizer state" in capsys.readouterr().out
 
 
-def test_what_a_plan_needs_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_names_missing_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 2 and "--list" in capsys.readouterr().err
     assert main(["plan", "quickstart"]) == 2 and "give --gpus" in capsys.readouterr().err
 
@@ -61,10 +61,10 @@ def test_training_is_refused_before_anything_is_launched() -> None:
     refuse_what_cannot_fit(config, 4, 4, 80e9)
     with pytest.raises(UserError, match="--force starts the run"):
         refuse_what_cannot_fit(config, 4, 4, 40e9)
-    beside = override(config, ["sglang.colocated=false", "sglang.sync_method=broadcast"])
+    apart = override(config, ["sglang.colocated=false", "sglang.sync_method=broadcast"])
     with pytest.raises(UserError, match="one of the 4 GPUs that train"):
-        refuse_what_cannot_fit(beside, 4, 4, 80e9)
-    elsewhere = override(beside, ["sglang.urls=[http://node1:30000]"])
+        refuse_what_cannot_fit(apart, 4, 4, 80e9)
+    elsewhere = override(apart, ["sglang.urls=[http://node1:30000]"])
     refuse_what_cannot_fit(elsewhere, 4, 4, 80e9)
 
 
@@ -81,7 +81,7 @@ def test_a_colocated_server_takes_what_the_trainer_leaves(name: str) -> None:
     assert least < colocated_share(config, 0, 80e9) <= share
 
 
-def test_the_share_goes_to_started_colocated_servers_alone(
+def test_only_started_colocated_servers_get_the_memory_fraction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = find_recipe("short_cot_7b")

@@ -73,7 +73,9 @@ def command(place: Path, *more: str) -> list[str]:
     ]
 
 
-def test_what_a_target_holds(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_target_holds_weights_tokenizer_and_settings(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(command(place)) == 0
     source, target = place / "source", place / "target"
     for name in (
@@ -253,7 +255,7 @@ def test_bad_input_is_one_line_and_leaves_no_target(
     assert sorted(place.rglob("*")) == before, "nothing is left behind"
 
 
-def test_an_unwritable_target(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_target_is_refused(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (place / "file").write_text("")
     arguments = command(place)
     arguments[2] = str(place / "file/target")
@@ -261,7 +263,7 @@ def test_an_unwritable_target(place: Path, capfd: pytest.CaptureFixture[str]) ->
     assert "file/target cannot be written (Not a directory)" in capfd.readouterr().err
 
 
-def test_without_modelopt(
+def test_a_missing_modelopt_is_named(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "modelopt.torch.quantization", None)

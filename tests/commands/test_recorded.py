@@ -85,7 +85,7 @@ def test_a_run_and_its_evaluations_can_be_read(
     assert "(there: none)" in refused(capsys, tmp_path)
 
 
-def test_text_that_no_encoding_has_is_kept(
+def test_text_without_an_encoding_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A label with half of a surrogate pair, which JSON can hold, and letters of another script."""

@@ -46,9 +46,9 @@ def test_a_relay_killed_in_mid_update_leaves_nothing_that_looks_whole(tmp_path: 
     )
     try:
         assert process.stdout is not None
-        told = process.stdout.readline()
-        url = re.search(r"'sglang.relays=\[(http://127.0.0.1:\d+)\]'", told)[1]
-        assert KEY not in told and "SGLANG_API_KEY" in told
+        line = process.stdout.readline()
+        url = re.search(r"'sglang.relays=\[(http://127.0.0.1:\d+)\]'", line)[1]
+        assert KEY not in line and "SGLANG_API_KEY" in line
         link, kept = RelayLink(url, KEY, 30.0), KeptWeights()
         for value, last, held in ((1.0, True, FULL), (2.0, False, "")):
             link.start("full")
@@ -73,10 +73,10 @@ def test_a_signal_ends_it_and_takes_the_weights(
     interrupt, place = Interrupt(), tmp_path / "relay"
 
     def end() -> None:
-        while not (told := re.search(r":(\d+)\]", capsys.readouterr().out)):
+        while not (port := re.search(r":(\d+)\]", capsys.readouterr().out)):
             time.sleep(0.01)
         content = part(KeptWeights(), 1.0, last=True)
-        httpx.post(f"http://127.0.0.1:{told[1]}/update", content=content).raise_for_status()
+        httpx.post(f"http://127.0.0.1:{port[1]}/update", content=content).raise_for_status()
         found.extend(file.name for file in place.iterdir())
         interrupt.noted = 15
 

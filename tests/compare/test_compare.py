@@ -55,7 +55,7 @@ def test_a_name_is_the_recipes_arm_or_else_an_objective() -> None:
         ([""], "--losses names '', which is unknown"),
     ],
 )
-def test_a_wrong_list_is_refused_before_anything_is_made(names: list[str], message: str) -> None:
+def test_a_wrong_list_is_refused_before_any_file_is_made(names: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         between_losses(find_recipe("quickstart"), names)
     assert str(caught.value).startswith(message)
@@ -65,17 +65,18 @@ def test_a_wrong_list_is_refused_before_anything_is_made(names: list[str], messa
 def test_an_override_that_no_arm_would_take_is_refused_with_one_that_does(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The arm sets W's bound itself. As told, the arm takes the value, and what it does not set it
-    takes anyway.
+    """The arm sets W's bound itself, and the printed remedy changes it in the arm. A setting that the
+    arm does not set needs no remedy.
     """
     place = f"run.dir={tmp_path}/run"
     assert main([*command.split(), place, "loss.w_max=4"]) == 2
-    told = " ".join(capsys.readouterr().err.split())
+    printed = " ".join(capsys.readouterr().err.split())
     assert (
-        "override 'loss.w_max=4' changes nothing in arm 'stare', which sets loss.w_max=2.0" in told
+        "override 'loss.w_max=4' changes nothing in arm 'stare', which sets loss.w_max=2.0"
+        in printed
     )
     assert not (tmp_path / "run").exists()
-    remedy = told.split("change the arm: '")[1].split("'")[0]
+    remedy = printed.split("change the arm: '")[1].split("'")[0]
     changed = override(find_recipe("quickstart"), [remedy, "loss.target_entropy=0.2"])
     check_arms(changed, [remedy, "loss.target_entropy=0.2", "loss.w_max=3"])
     arm = _arm_config(changed, "stare", "model", tmp_path)
@@ -122,7 +123,7 @@ def test_an_arm_that_solves_its_task_is_complete(tmp_path: Path) -> None:
     assert f"ended at step {steps}: the task is solved: " in sentence
 
 
-def test_a_run_that_fails_ends_no_other(tmp_path: Path) -> None:
+def test_a_failed_run_ends_no_other(tmp_path: Path) -> None:
     """Unless it never took a step: then the others would fail as well."""
     own = {"lost": LOST, "sound": (), "stuck": ("scoring.reward=tests.no_such_module.reward",)}
     runs = {
@@ -153,7 +154,7 @@ def compared(directory: Path, losses: str, *overrides: str, code: int = 0) -> st
 
 
 @pytest.mark.slow
-def test_a_comparison_is_whole_where_a_run_ended_early(tmp_path: Path) -> None:
+def test_a_comparison_is_complete_if_a_run_ended_early(tmp_path: Path) -> None:
     arm = f"compare.arms.lost=[{','.join(['loss.name=dapo', *LOST])}]"
     said = compared(tmp_path / "run", "lost,stare", arm, code=2)
     assert "Optimizer steps" in said and "report.html" in said
@@ -181,7 +182,7 @@ def test_the_command_trains_every_loss_and_takes_another_one_later(tmp_path: Pat
     assert "Seconds per step" in (tmp_path / "run/report.html").read_text()
 
 
-def test_clipping_is_said_to_be_inactive_only_where_it_is() -> None:
+def test_the_note_on_inactive_clipping_is_true() -> None:
     quickstart = find_recipe("quickstart")
     assert caveats(quickstart)[-1] == ONE_STEP
     for several in ("train.num_steps_per_rollout=4", "train.epochs=2"):

@@ -17,7 +17,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_all_that_repeatability_needs_is_set_and_nothing_without_it() -> None:
+def test_deterministic_runs_set_their_variables_and_others_set_none() -> None:
     prepare_environment(PolicyConfig())
     assert not {ONE_QUEUE[0], *REPEATABLE} & os.environ.keys()
     prepare_environment(PolicyConfig(deterministic=True, tensor_model_parallel_size=2))

@@ -109,7 +109,7 @@ def test_an_unknown_key_names_the_nearest(item, wanted):
 
 
 @pytest.mark.parametrize("key", ["lam", "nnodes", "algorithm.use_kl_in_reward"])
-def test_an_unknown_key_that_nothing_resembles_gets_no_wrong_hint(key):
+def test_an_unknown_key_without_a_similar_one_gets_no_hint(key):
     assert refusal(f"{key}=1").endswith(
         f"unknown key {key!r}; docs/configuration.md lists all settings"
     )
@@ -284,7 +284,7 @@ TEXTS = ["1e-6", "1_000", "007", "2024-01-01", "null", "yes", "~", "a: b", "1:30
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_texts_that_look_like_something_else_come_back_from_the_file(text, tmp_path):
+def test_texts_that_look_like_other_types_survive_the_file(text, tmp_path):
     config = Config(data=DataConfig(system_prompt=text), loss=LossConfig(settings={"x": text}))
     dump(config, tmp_path / "config.yaml")
     assert load(tmp_path / "config.yaml") == config
@@ -305,7 +305,7 @@ def test_an_unknown_recipe_lists_the_valid_ones_and_the_nearest():
     assert f"`recipes` lists all {len(RECIPES)}" in str(caught.value)
 
 
-def test_nearest_without_anything_near_still_lists():
+def test_nearest_lists_the_names_if_none_is_similar():
     assert nearest("zzzz", ["alpha", "beta"]) == " (valid: alpha, beta)"
 
 

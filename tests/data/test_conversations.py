@@ -29,7 +29,7 @@ TALK = [
 ]
 
 
-def test_loss_falls_on_the_assistants_tokens_alone(tokenizer):
+def test_only_the_assistants_tokens_are_loss_tokens(tokenizer):
     ids, mask = tokenize_conversation(TALK, tokenizer)
     written = [tokenizer.decode([i]) for i, m in zip(ids, mask, strict=True) if m]
     assert written == [
@@ -74,7 +74,7 @@ def test_tools_reach_the_template(tokenizer):
         ([{"role": "assistant"}], "{{ messages[0]['content']['x'] }}", "refuses the messages"),
     ],
 )
-def test_what_cannot_be_one_sequence_is_refused(messages, template, message):
+def test_a_conversation_that_is_not_one_sequence_is_refused(messages, template, message):
     other = world.tool_tokenizer()
     other.chat_template = template
     with pytest.raises(BadRow, match=message):

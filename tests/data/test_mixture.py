@@ -33,7 +33,7 @@ def kept(screen, given):
         ("\ufb01nd", "find"),
     ],
 )
-def test_the_same_but_for_writing(one, other):
+def test_rewritten_duplicates_are_equal(one, other):
     assert normalised(one) == normalised(other)
 
 
@@ -48,7 +48,7 @@ def test_the_same_but_for_writing(one, other):
         (r"\neq", r"\eq"),
     ],
 )
-def test_not_the_same(one, other):
+def test_different_problems_are_not_equal(one, other):
     assert normalised(one) != normalised(other)
 
 
@@ -64,7 +64,7 @@ def test_a_duplicate_with_another_label_is_counted_apart():
     assert kept(Screen("exact"), given) == (["2 + 2?"], {"duplicate with another label": 1})
 
 
-def test_only_what_the_user_says_is_compared():
+def test_only_user_messages_are_compared():
     with_system = Row(
         2, [{"role": "system", "content": "s"}, {"role": "user", "content": "2 + 2?"}], "1", {}
     )
@@ -118,7 +118,7 @@ def test_each_source_goes_through_its_own_epochs():
 
 
 @pytest.mark.parametrize("position", [0, 5, BLOCK - 1, BLOCK, 2 * BLOCK + 17])
-def test_position_is_the_whole_state(position):
+def test_the_position_is_the_whole_state(position):
     whole, resumed = mixture(), mixture()
     expected = whole.draw(2 * BLOCK + 50)[position:]
     resumed.position = position
@@ -140,11 +140,11 @@ def test_the_seed_decides_the_order():
         ([1e9, 1, 1, 1], [997, 1, 1, 1]),
     ],
 )
-def test_shares(weights, expected):
+def test_shares_follow_the_weights_of_sources(weights, expected):
     assert shares(weights) == expected
 
 
-def test_from_config_to_draws(tmp_path):
+def test_a_config_becomes_draws(tmp_path):
     easy, hard, held = tmp_path / "easy.jsonl", tmp_path / "hard.jsonl", tmp_path / "held.jsonl"
 
     def write(path, numbers):
@@ -191,6 +191,6 @@ def test_from_config_to_draws(tmp_path):
         (["data.deduplicate=fuzzy"], "none, exact, normalised"),
     ],
 )
-def test_bad_settings(overrides, words):
+def test_bad_settings_are_refused(overrides, words):
     with pytest.raises(UserError, match=words):
         override(Config(), overrides)

@@ -124,7 +124,7 @@ def test_the_keys_are_configurable(write):
     assert (row.prompt, row.label, row.metadata) == ("1 + 1", "2", {"a": "b"})
 
 
-def test_letters_beyond_ascii_arrive(write):
+def test_text_beyond_ascii_survives(write):
     assert (
         one(write([{"prompt": "\u221a2 \u00d7 \U0001d465", "label": "\u03c0"}])).prompt
         == "\u221a2 \u00d7 \U0001d465"
@@ -164,31 +164,31 @@ def test_a_bad_row_names_file_row_and_field_or_is_skipped_and_counted(row, words
     assert (len(rows), skipped) == (2, 1)
 
 
-def test_blank_lines_are_no_rows(tmp_path):
+def test_blank_lines_are_skipped(tmp_path):
     rows, skipped = read(jsonl(tmp_path / "a.jsonl", [SLIME, "\n", "  \n", SLIME]))
     assert (len(rows), skipped) == (2, 0)
 
 
 @pytest.mark.parametrize("content", ["", "\n\n"])
-def test_an_empty_file(content, tmp_path):
+def test_an_empty_file_is_refused(content, tmp_path):
     assert "no usable row" in refusal(jsonl(tmp_path / "a.jsonl", [content]))
 
 
-def test_a_file_of_which_nothing_is_usable(tmp_path):
+def test_a_file_without_a_usable_row_is_refused(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
     assert "2 skipped" in refusal(path, on_bad_row="skip")
 
 
-def test_no_such_file(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     assert "does not exist" in refusal(str(tmp_path / "a.jsonl"))
 
 
-def test_an_unknown_kind_of_file(tmp_path):
+def test_an_unknown_kind_of_file_is_refused(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,label\n")
     assert "'.csv'" in refusal(str(tmp_path / "a.csv"))
 
 
-def test_a_damaged_parquet_file(tmp_path):
+def test_a_damaged_parquet_file_is_refused(tmp_path):
     path = parquet(tmp_path / "a.parquet", [SLIME] * 50)
     Path(path).write_bytes(Path(path).read_bytes()[:-20])
     assert "parquet" in refusal(path)
@@ -249,7 +249,7 @@ def test_a_template_that_refuses_a_conversation_is_a_bad_row(tmp_path):
     assert load_prompts(path, tokenizer, DataConfig(on_bad_row="skip"))[1].total == 1
 
 
-def test_every_prompt_too_long(tmp_path):
+def test_a_file_with_only_long_prompts_is_refused(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [SLIME])
     assert "every row was dropped" in refusal(
         path, byte_tokenizer(), rollout_max_prompt_len=2, on_bad_row="skip"
@@ -284,14 +284,14 @@ def test_the_sizes_of_the_draws_do_not_matter():
 
 
 @pytest.mark.parametrize("position", [0, 3, 7, 19])
-def test_position_is_the_whole_state(position):
+def test_the_position_is_the_whole_state(position):
     whole, resumed = stream(), stream()
     expected = whole.draw(40)[position:]
     resumed.position = position
     assert resumed.draw(40 - position) == expected
 
 
-def test_a_stream_may_go_back():
+def test_a_stream_may_return_to_an_earlier_position():
     stepped = stream()
     first = stepped.draw(10)
     stepped.position = 0
@@ -308,7 +308,7 @@ def test_without_shuffling_the_file_order_repeats():
     assert labels(stream(size=3, shuffle=False).draw(7)) == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_a_drawn_prompt_carries_its_draw_number_and_all_else():
+def test_a_drawn_prompt_has_its_draw_number_and_all_fields():
     for number, prompt in enumerate(stream().draw(20)):
         n = int(prompt.label)
         assert prompt == Prompt(number, (n,), str(n), f"text {n}", {"n": n})

@@ -67,7 +67,7 @@ def test_a_row_of_another_source_is_unverifiable():
         (f"{PREFIX}rush_hour", "own answer"),
     ],
 )
-def test_what_no_response_could_solve_is_refused(source: str, says: str):
+def test_unsolvable_rows_are_refused(source: str, says: str):
     with pytest.raises(UserError, match=says):
         next(gym_rows(source))
 

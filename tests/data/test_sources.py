@@ -160,7 +160,7 @@ def test_a_users_function():
     assert "not callable" in refusal("tests.data.test_sources.NOT_A_FUNCTION")
 
 
-def test_bytes_that_are_no_text(tmp_path):
+def test_bytes_that_are_not_text_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(
         b'{"prompt": "1", "label": "\xff"}\n' + json.dumps(ROWS[0]).encode()
     )
@@ -168,7 +168,7 @@ def test_bytes_that_are_no_text(tmp_path):
     assert labels(tmp_path / "a.jsonl", on_bad_row="skip") == ["1"]
 
 
-def test_a_label_that_is_no_text_is_kept_as_json(tmp_path):
+def test_a_label_of_another_type_is_kept_as_json(tmp_path):
     write_lines(
         tmp_path / "a.jsonl",
         [ROWS[0] | {"label": label} for label in (4, 0.5, True, ["a", 1], {"b": None})],
@@ -235,7 +235,7 @@ def test_a_message_that_only_calls_a_tool(tmp_path):
     assert prompt.messages[1]["tool_calls"] == calls
 
 
-def test_paths_of_the_package_are_no_functions(tmp_path, monkeypatch):
+def test_paths_of_the_package_are_not_functions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "does not exist" in refusal("rows.jsonl")
     assert not Path("rows.jsonl").exists()

@@ -44,7 +44,7 @@ def test_ranks_are_compared() -> None:
     assert "elsewhere: python" not in found
 
 
-def test_srun_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_options_of_srun_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "scontrol"
     program.write_text("#!/bin/sh\necho node3\necho node4\n")
     program.chmod(0o755)
@@ -70,7 +70,7 @@ def test_srun_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "WORLD_SIZE" not in torchrun
 
 
-def test_without_ranks_it_says_who_starts_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_ranks_the_message_names_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--cluster"]) == 2
     assert "torchrun or srun" in capsys.readouterr().err
 

@@ -129,7 +129,9 @@ def test_relays_are_asked(server: str, tmp_path: Path) -> None:
     assert other.level == "FAIL" and "sglang.relays" in other.remedy
 
 
-def test_limits_and_places(monkeypatch: pytest.MonkeyPatch, small_disk: Path) -> None:
+def test_limits_and_directories_are_checked(
+    monkeypatch: pytest.MonkeyPatch, small_disk: Path
+) -> None:
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (1024, 4096))
     files, locked = doctor._limits(Config())
     assert (files.level, files.remedy, locked.level) == ("WARN", "ulimit -n 65536", "OK")

@@ -18,7 +18,9 @@ def dry(recipe: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> tu
     return code, capsys.readouterr().out.splitlines()
 
 
-def test_what_is_ready_and_what_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dry_run_lists_ready_and_missing_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = tmp_path / "small.yaml"
     dump(
         small_config(tmp_path, "evaluation.eval_data.same=" + str(tmp_path / "problems.jsonl")),
@@ -26,12 +28,12 @@ def test_what_is_ready_and_what_is_not(tmp_path: Path, capsys: pytest.CaptureFix
     )
     before = sorted(tmp_path.rglob("*"))
     code, lines = dry(recipe, capsys)
-    told = {line[5:].partition(":")[0]: line for line in lines}
+    checks = {line[5:].partition(":")[0]: line for line in lines}
     assert code == 0, lines
-    assert {"objective", "checkpoint", "memory", "tokenizer", "data", "evaluation"} <= told.keys()
-    assert "36 prompts of" in told["data"] and "same: 36 problems x 8" in told["evaluation"]
-    assert "would be a new run" in told["run.dir"] and lines[-1].endswith("all is ready")
-    verifier = told["verifier tests.rewards.even_characters"]
+    assert {"objective", "checkpoint", "memory", "tokenizer", "data", "evaluation"} <= checks.keys()
+    assert "36 prompts of" in checks["data"] and "same: 36 problems x 8" in checks["evaluation"]
+    assert "would be a new run" in checks["run.dir"] and lines[-1].endswith("all is ready")
+    verifier = checks["verifier tests.rewards.even_characters"]
     assert "the first label as a response is" in verifier
 
     with (tmp_path / "problems.jsonl").open("a") as file:
@@ -50,7 +52,7 @@ def test_what_is_ready_and_what_is_not(tmp_path: Path, capsys: pytest.CaptureFix
     assert sorted(tmp_path.rglob("*")) == before, "nothing is left behind"
 
 
-def test_a_quickstart_is_checked_on_a_world_that_does_not_stay(
+def test_a_dry_run_of_the_quickstart_leaves_no_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")

@@ -58,7 +58,7 @@ def replayed(run: Path, step: int, topology: Topology) -> list[Compared]:
         "updated_reference",
     ],
 )
-def test_every_step_is_taken_again_to_the_last_bit(way, tmp_path: Path, topology: Topology):
+def test_a_replay_repeats_every_step_bit_for_bit(way, tmp_path: Path, topology: Topology):
     run = trained(tmp_path, topology, *MANY, *way)
     for step in (2, 5, 6):
         found = replayed(run, step, topology)
@@ -69,7 +69,7 @@ def test_every_step_is_taken_again_to_the_last_bit(way, tmp_path: Path, topology
             assert each.replayed["loss"] == each.recorded["loss"]
 
 
-def test_a_run_of_several_lives_is_replayed_across_them(tmp_path: Path, topology: Topology):
+def test_a_replay_crosses_the_attempts_of_a_run(tmp_path: Path, topology: Topology):
     run = tmp_path / "run"
     config = small_config(tmp_path, "train.num_rollout=6", "run.save_interval=3")
     first = Trainer(config, topology)
@@ -91,7 +91,7 @@ def test_a_run_of_several_lives_is_replayed_across_them(tmp_path: Path, topology
         assert all(each.identical for each in replayed(run, step, topology))
 
 
-def test_what_is_not_the_same_is_named(tmp_path: Path, topology: Topology):
+def test_a_replay_names_every_difference(tmp_path: Path, topology: Topology):
     run = trained(tmp_path, topology, "train.num_rollout=2")
     file = run / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -105,7 +105,7 @@ def test_what_is_not_the_same_is_named(tmp_path: Path, topology: Topology):
     assert not two.identical and two.weights[0] == f"other{two.weights[1]}"
 
 
-def test_what_objectives_ask_of_the_same_tokens(tmp_path: Path, topology: Topology):
+def test_a_replay_compares_objectives_on_the_same_tokens(tmp_path: Path, topology: Topology):
     run = trained(tmp_path, topology, "train.num_rollout=2")
     again = Replay(run, 2, topology)
     assert [each.step for each in again.before()] == [1]
@@ -131,7 +131,7 @@ def test_what_objectives_ask_of_the_same_tokens(tmp_path: Path, topology: Topolo
         compare_objectives(again, ["stare", "aent"])
 
 
-def test_a_bundle_is_all_that_somebody_else_needs(tmp_path: Path, capsys):
+def test_a_bundle_is_complete_on_another_machine(tmp_path: Path, capsys):
     """The model's files are links, as in the Hugging Face cache."""
     config = small_config(tmp_path / "mine", *MANY[:2], "loss.kl_loss_coef=0.01")
     (tmp_path / "blobs").mkdir()
@@ -150,11 +150,11 @@ def test_a_bundle_is_all_that_somebody_else_needs(tmp_path: Path, capsys):
     (tmp_path / "mine").rename(tmp_path / "gone")
     (tmp_path / "blobs").rename(tmp_path / "gone blobs")
     assert replay(tmp_path / "theirs" / "run_step_6", 6, [])
-    told = capsys.readouterr().out
-    assert "from checkpoint 4" in told and "same bits" in told and "differs" not in told
+    printed = capsys.readouterr().out
+    assert "from checkpoint 4" in printed and "same bits" in printed and "differs" not in printed
     assert replay(tmp_path / "theirs" / "run_step_6", 6, ["stare", "grpo"])
-    told = " ".join(capsys.readouterr().out.split())
-    assert "grpo" in told and "(id " in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "grpo" in printed and "(id " in printed
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_bundle_is_all_that_somebody_else_needs(tmp_path: Path, capsys):
         pytest.param("none", [], marks=pytest.mark.slow),
     ],
 )
-def test_records_are_kept_as_long_as_they_lead_somewhere(
+def test_records_are_kept_as_run_record_says(
     record: str, kept: list[int], tmp_path: Path, topology: Topology
 ):
     often = ("train.num_rollout=7", "run.save_interval=2", "run.keep_last=2")
@@ -176,7 +176,7 @@ def test_records_are_kept_as_long_as_they_lead_somewhere(
             Replay(run, 7, topology)
 
 
-def test_what_cannot_be_replayed_says_why(tmp_path: Path, topology: Topology):
+def test_a_refused_replay_names_the_reason(tmp_path: Path, topology: Topology):
     run = trained(tmp_path, topology, "train.num_rollout=2")
     folder = records_directory(run) / "step_00000002"
     frames = next(folder.glob("*.frames"))
@@ -216,7 +216,7 @@ def on_ranks(rank: int, world_size: int, directory: str) -> list[tuple[bool, int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_several_ranks_replay_what_they_trained(ranks: int, tmp_path: Path):
+def test_several_ranks_replay_their_steps(ranks: int, tmp_path: Path):
     small_config(tmp_path)
     for found in run_distributed(on_ranks, ranks, str(tmp_path)):
         assert len(found) == 2 and all(identical and figures > 10 for identical, figures in found)

@@ -46,8 +46,8 @@ def journaled(config: Config) -> dict[Key, Rollout]:
 
 
 def kill_midway(config: Config, step: int, child: Command) -> dict[Key, Rollout]:
-    """Kill the run behind `step`, when its journal has rollouts that no checkpoint has; what the
-    journal had by then.
+    """Kill the run after `step`, when its journal has rollouts that no checkpoint has; the rollouts
+    of the journal at that time.
     """
     wait_for_step(config, step, child)
     latest = Path(config.run.dir) / "checkpoints/latest"
@@ -80,8 +80,8 @@ def recorded(config: Config, topology: Topology) -> Iterator[tuple[int, str, int
 
 
 def check_whole(config: Config, topology: Topology, width: int) -> None:
-    """Every recorded rollout tells the experts of all its positions, `width` bytes each, and every
-    step is taken again to the last bit.
+    """Every recorded rollout has the experts of all its positions, `width` bytes each, and every
+    step is repeated bit for bit.
     """
     rows = rows_of(config)
     assert [row["step"] for row in rows] == recorded_steps(records_directory(Path(config.run.dir)))
@@ -112,10 +112,10 @@ def check_taken(config: Config, before: dict[Key, Rollout], topology: Topology) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_killed_run_goes_on_with_the_experts_it_had(
+def test_a_killed_run_resumes_with_its_recorded_experts(
     workers: int, tmp_path: Path, topology: Topology
 ):
-    """On the embedded engine, in the trainer's process and in two beside it."""
+    """On the embedded engine, in the trainer's process and in two workers."""
     config = config_of(tmp_path, f"rollout.workers_per_node={workers}")
     before = kill_midway(config, 3, train(config))
     again = train(config)

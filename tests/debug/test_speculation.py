@@ -41,7 +41,7 @@ def counted(measured: Measured) -> tuple[int, int, int, int]:
     return total.tokens, total.steps, total.drafted, total.accepted
 
 
-def test_by_hand_of_own_text() -> None:
+def test_drafts_from_the_own_text_equal_a_hand_count() -> None:
     """1 2 3 | 1 2 3 1 2 3: the first token has no earlier place of 3; then 2 3 are drafted."""
     measured = measure([step_of(([1, 2, 3], [rollout([1, 2, 3, 1, 2, 3])]))], "own", 2, 8)
     # steps: {1}, {2 3 1}, {2 3}: the last one drafts 2 tokens, and the last token is free
@@ -49,7 +49,7 @@ def test_by_hand_of_own_text() -> None:
     assert measured.total.accept_length == 2
 
 
-def test_a_sibling_that_runs_level_gives_no_draft_and_an_earlier_response_does() -> None:
+def test_a_sibling_in_step_gives_no_draft_and_an_earlier_response_does() -> None:
     same = ([9], [rollout([1, 2, 3, 4]), rollout([1, 2, 3, 4])])
     for source in ("group", "step"):
         assert counted(measure([step_of(same)], source, 4, 8)) == (8, 8, 0, 0)
@@ -61,7 +61,7 @@ def test_a_sibling_that_runs_level_gives_no_draft_and_an_earlier_response_does()
     )
 
 
-def test_a_sibling_in_front_gives_drafts() -> None:
+def test_a_sibling_further_ahead_gives_drafts() -> None:
     """The first sibling repeats itself, so that it is in front when the second one comes there."""
     front, later = [5, 5, 5, 5, 5, 5, 7, 8], [1, 2, 3, 4, 9, 7, 8, 6]
     measured = measure([step_of(([5, 5, 5], [rollout(front), rollout(later)]))], "group", 4, 8)
@@ -131,7 +131,7 @@ def by_search(
 
 @pytest.mark.parametrize("source", ["own", "group", "step"])
 @pytest.mark.parametrize("draft_tokens", [1, 3])
-def test_the_index_finds_what_a_search_finds(source: str, draft_tokens: int) -> None:
+def test_the_index_equals_a_plain_search(source: str, draft_tokens: int) -> None:
     dice = random.Random(0)
     for longest in (1, 3, 6):
         groups = [

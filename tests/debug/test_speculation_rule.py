@@ -143,7 +143,7 @@ def statistic_z(responses: Sequence[list[int]]) -> float:
     return gap / variance**0.5
 
 
-def test_z_is_standard_normal_under_the_rule_and_finds_what_is_inexact() -> None:
+def test_z_is_standard_normal_under_the_rule_and_finds_inexact_sampling() -> None:
     def batches(step: Step, count: int) -> list[float]:
         """z of batches of 1,200 tokens."""
         dice = numpy.random.default_rng(2)

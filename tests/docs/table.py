@@ -107,7 +107,7 @@ RECIPE_TESTS = {
     "hf download": "tests/planning/test_pages.py::test_commands_are_those_of_their_recipe",
     "doctor": "tests/debug/test_doctor.py::test_the_environment_of_the_tests_is_ready",
     "plan": "tests/planning/test_plan.py::test_every_recipe_fits_its_gpus",
-    "serve": "tests/docs/test_docs_servers.py::test_servers_to_attach_to",
+    "serve": "tests/docs/test_docs_servers.py::test_the_commands_for_attached_servers_run",
     "train": "tests/recipes/test_published_dry_runs.py::test_two_steps_without_a_server",
     "evaluate": "tests/loop/evaluation/test_evaluation.py",
     "convert": "tests/policy/conversion/test_convert.py",
@@ -177,7 +177,9 @@ EVALUATION = {
         ("evaluation.per_set.heldout.n_samples=1",), needs=(TOOL_RUN,), markers=SLOW
     ),
 }
-ROUNDED = Elsewhere("tests/policy/test_experts_rounded.py::test_an_fp8_checkpoint_is_what_trained")
+ROUNDED = Elsewhere(
+    "tests/policy/test_experts_rounded.py::test_an_fp8_checkpoint_holds_the_trained_weights"
+)
 QUANTIZATION = {
     "pip install -e '.[gguf]'": Elsewhere(
         "tests/docs/test_docs_commands.py::test_the_extra_that_a_page_installs_is_there"
@@ -231,10 +233,10 @@ RESULTS = {
         "tests/examples/test_stare_in_one_file.py::test_stare_keeps_the_entropy_that_grpo_ds_loses"
     ),
     ".venv/bin/python examples/stare_in_one_file.py --loss grpo_ds": Elsewhere(
-        "tests/examples/test_stare_in_one_file.py::test_it_runs"
+        "tests/examples/test_stare_in_one_file.py::test_the_example_runs"
     ),
     ".venv/bin/python examples/four_quadrants.py --output four_quadrants": Elsewhere(
-        "tests/examples/test_four_quadrants.py::test_the_whole_of_it_runs"
+        "tests/examples/test_four_quadrants.py::test_the_notebook_runs_whole"
     ),
 }
 REWARDS = {
@@ -263,7 +265,7 @@ TRAIN_ON_SERVERS = (
     f"{TORCHRUN} train runs/math rollout.engine=sglang "
     "'sglang.urls=[http://node1:30000,http://node1:30001]'"
 )
-TRAIN_BEHIND_ROUTER = (
+TRAIN_WITH_ROUTER = (
     f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.router_url=http://node1:8000"
 )
 LORA_RUN = (
@@ -290,7 +292,7 @@ SGLANG = {
     f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false "
     "rollout.asynchrony=fully_async rollout.max_staleness=2 mismatch.correction=token_tis "
     "rollout.cache_over_versions=kept": Elsewhere(
-        "tests/rollout/sglang/test_sglang_kept_cache.py::test_a_run_with_kept_caches"
+        "tests/rollout/sglang/test_sglang_kept_cache.py::test_a_run_with_kept_caches_trains"
     ),
     f"{PYTHON} train run.yaml sglang.speculation=ngram sglang.draft_tokens=4": Elsewhere(
         "tests/rollout/sglang/test_launch.py::test_a_speculating_server_drafts_one_chain"
@@ -311,11 +313,13 @@ SGLANG = {
         markers=WITH_SERVERS,
         seconds=600,
     ),
-    SERVE: Elsewhere(f"{SERVERS}::test_servers_to_attach_to"),
-    ROUTER: Elsewhere(f"{SERVERS}::test_servers_behind_a_router"),
-    TRAIN_ON_SERVERS: Elsewhere(f"{SERVERS}::test_servers_to_attach_to", attached("runs/attached")),
-    TRAIN_BEHIND_ROUTER: Elsewhere(
-        f"{SERVERS}::test_servers_behind_a_router", attached("runs/routed")
+    SERVE: Elsewhere(f"{SERVERS}::test_the_commands_for_attached_servers_run"),
+    ROUTER: Elsewhere(f"{SERVERS}::test_the_commands_for_a_router_run"),
+    TRAIN_ON_SERVERS: Elsewhere(
+        f"{SERVERS}::test_the_commands_for_attached_servers_run", attached("runs/attached")
+    ),
+    TRAIN_WITH_ROUTER: Elsewhere(
+        f"{SERVERS}::test_the_commands_for_a_router_run", attached("runs/routed")
     ),
     f"{PYTHON} relay /shared/relay --host 0.0.0.0 --port 31000": Elsewhere(
         "tests/commands/test_servers_relay.py"
@@ -330,13 +334,13 @@ SGLANG = {
         "tests/docs/test_docs_commands.py::test_pytest_finds_the_tests_with_a_server"
     ),
 }
-LISTED = Elsewhere("tests/test_main_startup.py::test_commands_that_only_tell_import_nothing_large")
-DRY = Elsewhere("tests/debug/test_dry_run.py::test_what_is_ready_and_what_is_not")
-TELLING = {
+LISTED = Elsewhere("tests/test_main_startup.py::test_commands_that_only_print_import_nothing_large")
+DRY = Elsewhere("tests/debug/test_dry_run.py::test_the_dry_run_lists_ready_and_missing_parts")
+PRINTING = {
     f"{PYTHON} config short_cot_7b": Run(),
     f"{PYTHON} config quickstart": LISTED,
     f"{PYTHON} config quickstart optimizer.lr=5e-4": Elsewhere(
-        "tests/commands/test_configuration.py::test_it_says_where_a_value_comes_from"
+        "tests/commands/test_configuration.py::test_the_command_names_the_source_of_a_value"
     ),
     f"{PYTHON} config quickstart --only loss": Run(),
     f"{PYTHON} --version": LISTED,
@@ -346,7 +350,9 @@ TELLING = {
     f"{PYTHON} train short_cot_7b --dry-run": DRY,
     f"{PYTHON} report runs/quickstart": QUICKSTART,
 }
-PYTEST = Elsewhere("tests/docs/test_docs_commands.py::test_pytest_finds_what_a_page_names")
+PYTEST = Elsewhere(
+    "tests/docs/test_docs_commands.py::test_pytest_finds_the_tests_that_a_page_names"
+)
 IMAGE = Elsewhere(
     "tests/tools/test_gpu_build.py::test_the_image_is_linted_and_each_command_is_valid"
 )
@@ -419,7 +425,7 @@ TUTORIALS = {
     ),
     ".venv-agents/textarena/bin/python -m megatron_stare_agents.rows text_arena "
     '"$(cat examples/agents/text_arena.json)" > rows.jsonl': Elsewhere(
-        "tests/rollout/agents/test_games.py::test_each_seat_gets_its_own_reward"
+        "tests/rollout/agents/test_games.py::test_each_player_gets_its_own_reward"
     ),
     f"{TRAIN_TINY} scoring.reward=judge 'judge.urls=[http://node1:30000/v1]' judge.kind=score": (
         Elsewhere("tests/scoring/llm_judge/test_runs.py")
@@ -433,7 +439,7 @@ TUTORIALS = {
 }
 COMMANDS: dict[str, Run | Elsewhere] = (
     README
-    | TELLING
+    | PRINTING
     | HOUSE
     | TUTORIALS
     | OF_RECIPES

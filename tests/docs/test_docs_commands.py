@@ -112,8 +112,10 @@ def test_a_grade_prints_what_the_page_shows(world: World) -> None:
     found, expected = ([json.loads(line) for line in part] for part in (rows, block.splitlines()))
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
-        told = ours.keys() - ({"reason", "extracted"} if ours["verdict"] == "unverifiable" else {})
-        assert {key: ours[key] for key in told} == {key: theirs[key] for key in told}
+        stated = ours.keys() - (
+            {"reason", "extracted"} if ours["verdict"] == "unverifiable" else {}
+        )
+        assert {key: ours[key] for key in stated} == {key: theirs[key] for key in stated}
 
 
 @pytest.mark.parametrize("test", sorted({way.test for way in ELSEWHERE.values()}))
@@ -176,7 +178,7 @@ def test_the_build_knows_the_older_server() -> None:
     assert "sglang" in (build.parent / "older.txt").read_text()
 
 
-def test_pytest_finds_what_a_page_names() -> None:
+def test_pytest_finds_the_tests_that_a_page_names() -> None:
     """The suites run by themselves; here only their paths are checked."""
     places = [command.split()[-1] for command in FOUND if " pytest -q " in command]
     assert places and all((ROOT / place).exists() for place in places)
@@ -207,11 +209,11 @@ def test_pytest_finds_the_tests_with_a_server(pytestconfig: pytest.Config) -> No
     assert f'"{variable}"' in (ROOT / "tests/conftest.py").read_text()
 
 
-def test_what_counts_as_a_command() -> None:
+def test_commands_of_a_page_are_found() -> None:
     page = """text `make no` and
 
     make one     # a comment
-    $ nobody-knows --this \\
+    $ unknown-command --this \\
           two 'a # b'
     {"json": 1}
     python
@@ -227,7 +229,7 @@ tools/               a tree
 """
     assert list(commands_in(page)) == [
         "make one",
-        "nobody-knows --this two 'a # b'",
+        "unknown-command --this two 'a # b'",
         "python",
         "OMP_NUM_THREADS=1 .venv/bin/python benchmarks/x.py",
     ]

@@ -43,7 +43,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
-def test_links_lead_somewhere(file: Path) -> None:
+def test_links_have_targets(file: Path) -> None:
     """Including README.md and AGENTS.md, which are not part of the site."""
     links = [link for link in _LINK.findall(file.read_text(encoding="utf-8")) if "://" not in link]
     assert not [link for link in links if not (file.parent / link).exists()]
@@ -65,7 +65,7 @@ def prose_lines(text: str) -> Iterator[str]:
             yield line
 
 
-def test_what_counts_as_prose() -> None:
+def test_prose_of_a_page_is_found() -> None:
     page = "one\n\n    make two\n\n```\nthree\n```\n| four |\n- five\n"
     assert list(prose_lines(page)) == ["one", "", "", "- five"]
 
@@ -113,7 +113,7 @@ def test_the_versions_are_those_of_the_requirements() -> None:
     assert table == {name: (tested[name], ranges[name]) for name in table}
 
 
-def test_every_key_of_ours_beside_others_is_a_field() -> None:
+def test_every_key_next_to_those_of_others_is_a_field() -> None:
     """The second column of docs/migrating.md."""
     nowhere = object()
     config, found = Config(), 0
@@ -213,7 +213,7 @@ def test_pictures_are_drawn_from_metrics(figures: ModuleType, tmp_path: Path) ->
     assert (tmp_path / f"controllers_{tmp_path.name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_runs_of_a_controller_are_told_in_numbers(figures: ModuleType) -> None:
+def test_runs_of_a_controller_are_described_in_numbers(figures: ModuleType) -> None:
     """Four of the steps after 30 are outside [0.225, 0.375]; W is 1 up to step 400, then 2."""
     rows = [{"step": n, "entropy": 0.3, "weight_w": 1 + (n > 400)} for n in range(1, 501)]
     for step in (5, 40, 41, 42, 500):

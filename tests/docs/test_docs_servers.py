@@ -22,8 +22,8 @@ from tests.docs.table import (
     ROUTER,
     SERVE,
     TRAIN,
-    TRAIN_BEHIND_ROUTER,
     TRAIN_ON_SERVERS,
+    TRAIN_WITH_ROUTER,
 )
 from tests.docs.world import World
 from tests.paths import ROOT
@@ -89,12 +89,12 @@ def urls(world: World) -> Iterator[list[str]]:
     assert process.returncode == 0, log.read_text()
 
 
-def test_servers_to_attach_to(world: World, urls: list[str]) -> None:
+def test_the_commands_for_attached_servers_run(world: World, urls: list[str]) -> None:
     setting = f"sglang.urls=[{','.join(urls)}]"
     world.expect(TRAIN_ON_SERVERS, more=(setting, *QUICK))
 
 
-def test_servers_behind_a_router(world: World, urls: list[str]) -> None:
+def test_the_commands_for_a_router_run(world: World, urls: list[str]) -> None:
     port, log = free_port(), world.directory / "router.txt"
     words = [str(SGLANG_PYTHON), *shlex.split(ROUTER.replace(" 8000", f" {port}"))[1:]]
     for number, url in enumerate(urls, start=1):
@@ -110,4 +110,4 @@ def test_servers_behind_a_router(world: World, urls: list[str]) -> None:
 
     with running(words, world.directory, log, ready):
         setting = f"sglang.router_url=http://127.0.0.1:{port}"
-        world.expect(TRAIN_BEHIND_ROUTER, more=(setting, *QUICK))
+        world.expect(TRAIN_WITH_ROUTER, more=(setting, *QUICK))

@@ -51,7 +51,7 @@ def tokens(site: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_the_search_finds(tokens: set[str], word: str) -> None:
+def test_the_search_finds_pages(tokens: set[str], word: str) -> None:
     assert word.lower() in tokens
 
 
@@ -73,7 +73,7 @@ def test_every_page_has_the_version_and_a_link_to_the_changelog(site: Path) -> N
     assert (site / "changelog.html").is_file()
 
 
-def test_nothing_is_loaded_from_the_network(site: Path) -> None:
+def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
     loaded = re.compile(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(https?:[^"]*)"')
     for page in site.rglob("*.html"):
         assert not loaded.findall(page.read_text(encoding="utf-8")), page.name

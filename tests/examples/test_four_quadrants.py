@@ -24,7 +24,9 @@ def example() -> ModuleType:
     return module
 
 
-def test_g_is_the_change_of_entropy_by_a_step_and_the_packages(example: ModuleType) -> None:
+def test_g_equals_the_change_of_entropy_by_a_step_and_the_packages_value(
+    example: ModuleType,
+) -> None:
     logits = 2 * torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     g, before = example.sensitivity(logits), example.entropy_of(logits)
     for token in range(7):
@@ -62,7 +64,7 @@ def test_at_the_critical_weight_the_sum_is_zero(example: ModuleType, tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_whole_of_it_runs(example: ModuleType, tmp_path: Path) -> None:
+def test_the_notebook_runs_whole(example: ModuleType, tmp_path: Path) -> None:
     found = example.main(["--output", str(tmp_path), "--cold-start-steps", "200"])
     assert found["left"] < 0.5 and found["rising_share"] > 0.5
 

@@ -25,7 +25,7 @@ def example() -> ModuleType:
 
 
 @pytest.mark.parametrize("entropy", [0.2, 0.4])
-def test_its_loss_is_that_of_the_package(example: ModuleType, entropy: float) -> None:
+def test_the_examples_loss_equals_the_packages(example: ModuleType, entropy: float) -> None:
     """Value and gradient, with the gate on and off."""
     dice = torch.Generator().manual_seed(1)
     log_prob = -3 * torch.rand(6, 9, generator=dice)
@@ -62,7 +62,7 @@ def test_the_gate_acts_below_the_target_and_grows(example: ModuleType) -> None:
     assert (gate.on, gate.w, gate.m) == (False, 1.0, 1.0)
 
 
-def test_it_runs(
+def test_the_example_runs(
     example: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a reward that a policy earns after three supervised steps."""
@@ -84,5 +84,5 @@ def test_stare_keeps_the_entropy_that_grpo_ds_loses(example: ModuleType) -> None
     assert sum(lost[-20:]) / 20 < 0.15 < 0.2 < sum(kept[-20:]) / 20
 
 
-def test_it_can_be_read_in_a_sitting() -> None:
+def test_the_example_is_short() -> None:
     assert len(PATH.read_text().splitlines()) < 300

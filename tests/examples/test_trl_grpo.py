@@ -57,7 +57,7 @@ def test_the_example_prints_entropy_and_chosen_tokens() -> None:
     assert any(int(raised) for _, raised, _ in rows) and not all(int(r) for _, r, _ in rows)
 
 
-def test_without_weights_it_is_trls_own_update_bit_for_bit() -> None:
+def test_without_weights_the_update_is_trls_bit_for_bit() -> None:
     found = run("-c", ALIKE).split("differences ")[1].split()
     ones, shut, strong = map(float, found)
     assert ones == shut == 0.0 and strong > 1e-4

@@ -11,7 +11,7 @@ from tests.examples.test_trl_grpo import run
 pytestmark = pytest.mark.trainers
 
 
-def test_with_weights_of_one_it_is_verls_own_loss_and_gradient() -> None:
+def test_with_weights_of_one_loss_and_gradient_are_verls() -> None:
     """69 tokens have a positive advantage and 32 a negative one: a tenth of them is 7 and 4."""
     pattern = r"(\w+) +loss (\S+)  gradient (\S+)  raised (\d+)  damped (\d+)"
     rows = {name: rest for name, *rest in re.findall(pattern, run("examples/verl_plugin.py"))}

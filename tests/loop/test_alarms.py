@@ -185,7 +185,7 @@ def test_a_limit_of_0_is_off(tmp_path, topology, key):
     assert names == {"gradient", "mismatch", "length", "format", "repeated"} - {key}
 
 
-def test_a_lone_step_is_no_drift(tmp_path, topology):
+def test_a_single_step_is_not_a_drift(tmp_path, topology):
     alarms = alarms_of(tmp_path, topology)
     run(alarms, range(1, 31), entropy=lambda step: 0.3 if step % 2 else 0.0)
     assert read_alarms(tmp_path) == []
@@ -219,7 +219,7 @@ def test_the_memory_survives_a_checkpoint_and_later_lines_are_cut(tmp_path, topo
     assert [alarm.step for alarm in read_alarms(whole) if alarm.alarm == "gradient"] == [15, 40]
 
 
-def test_who_is_concerned_is_named(tmp_path, topology):
+def test_the_alarm_names_the_rollouts(tmp_path, topology):
     def rollout(length: int, **facts: Any) -> Rollout:
         ids = numpy.tile(numpy.arange(3), length)[:length] if facts.pop("loops", False) else None
         ids = numpy.arange(length) if ids is None else ids
@@ -257,7 +257,7 @@ def test_who_is_concerned_is_named(tmp_path, topology):
         ([], False),
     ],
 )
-def test_repeats(ids, expected):
+def test_repeated_endings_are_found(ids, expected):
     assert repeats(numpy.array(ids, numpy.int32)) == expected
 
 
@@ -282,7 +282,7 @@ def test_an_alarm_that_stops_leaves_a_checkpoint_and_names_the_rollout(tmp_path,
     (alarm,) = read_alarms(Path(config.run.dir))
     assert (alarm.step, alarm.alarm, len(alarm.rollouts)) == (2, "nonfinite", 1)
     assert alarm.rollouts[0][1] == 1, "the second sequence is the first prompt's second rollout"
-    assert Trainer(config, topology).run(Interrupt()), "it goes on from there"
+    assert Trainer(config, topology).run(Interrupt()), "it resumes from there"
     assert [row["step"] for row in rows_of(config)] == [1, 2, 3, 4]
 
 

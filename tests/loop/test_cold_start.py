@@ -103,7 +103,7 @@ def test_the_result_is_the_same_under_every_layout(tmp_path: Path) -> None:
             assert "norm" in key or (tensor - start[key]).abs().max() > 1e-3
 
 
-def test_a_copied_run_has_had_its_cold_start(tmp_path: Path) -> None:
+def test_a_copied_run_needs_no_second_cold_start(tmp_path: Path) -> None:
     recipe = prepared(tmp_path)
     assert main(["train", str(recipe)]) == 0
     elsewhere = override(load(tmp_path / "run/config.yaml"), [f"run.dir={tmp_path}/copy"])
@@ -130,7 +130,7 @@ def with_template(directory: Path, *overrides: str) -> Config:
     return config
 
 
-def test_demonstrations_get_the_prompt_that_rollouts_get(tmp_path: Path) -> None:
+def test_demonstrations_have_the_prompt_of_rollouts(tmp_path: Path) -> None:
     """The system prompt too, as text or as messages, unless a row has its own."""
     config = with_template(tmp_path, "data.system_prompt=Add.", "data.wrap_text=true")
     config = override(config, ["data.rollout_max_prompt_len=64", "cold_start.batch_size=1"])

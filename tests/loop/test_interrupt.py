@@ -143,7 +143,7 @@ def test_a_second_signal_ends_a_run_whose_reward_hangs(
     assert "stopped at once" in said and "Traceback" not in said
 
 
-def test_sigterm_after_sigusr1_still_saves_and_the_next_one_ends_what_waits_in_c(
+def test_sigterm_after_sigusr1_saves_and_the_next_one_ends_a_wait_in_c(
     tmp_path: Path,
 ) -> None:
     """Slurm announces a preemption by SIGUSR1, and then sends the first SIGTERM."""

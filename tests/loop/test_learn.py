@@ -37,7 +37,7 @@ def updates_of(trainer: Trainer) -> list[TokenBatch]:
 
 
 @pytest.mark.parametrize("name", ["stare", "dapo"])
-def test_stale_tokens_start_at_what_they_were_sampled_with_and_fresh_ones_at_1(
+def test_ratios_of_stale_tokens_start_at_their_sampling_and_others_at_1(
     name: str, tmp_path: Path, topology: Topology
 ) -> None:
     trainer = Trainer(small_config(tmp_path, *STALE, f"loss.name={name}"), topology)
@@ -57,7 +57,7 @@ def test_stale_tokens_start_at_what_they_were_sampled_with_and_fresh_ones_at_1(
 
 
 @pytest.mark.parametrize("option", ["mismatch.old_policy=trainer", "mismatch.correction=token_tis"])
-def test_with_a_correction_or_on_request_all_tokens_start_at_the_trainer(
+def test_with_a_correction_or_on_request_all_ratios_start_at_1(
     option: str, tmp_path: Path, topology: Topology
 ) -> None:
     trainer = Trainer(small_config(tmp_path, *STALE, option), topology)
@@ -71,14 +71,14 @@ def spoil_scores(trainer: Trainer, steps: set[int]) -> None:
     """From the actor's scoring pass one NaN comes, in the second sequence of these steps."""
     score = trainer.actor.score
 
-    def spoilt(batch: TokenBatch, **options: Any) -> TokenBatch:
+    def damaged(batch: TokenBatch, **options: Any) -> TokenBatch:
         scored = score(batch, **options)
         if trainer.step in steps:
             assert scored.entropy_T is not None
             scored.entropy_T[(batch.sequence_T == 1).nonzero()[0]] = float("nan")
         return scored
 
-    trainer.actor.score = spoilt  # type: ignore[method-assign]
+    trainer.actor.score = damaged  # type: ignore[method-assign]
 
 
 def test_a_nan_logit_skips_the_update_is_counted_and_names_its_rollout(
@@ -91,9 +91,9 @@ def test_a_nan_logit_skips_the_update_is_counted_and_names_its_rollout(
     rows = rows_of(trainer.config)
     assert [row["nonfinite"] for row in rows] == [0, 1, 0, 0] and len(seen) == 3
     assert "loss" not in rows[1] and rows[2]["logprob_diff_max"] < 1e-4
-    told = [line for line in capsys.readouterr().err.splitlines() if "no update" in line]
-    assert len(told) == 1 and "1 tokens have a surprisal or entropy" in told[0]
-    assert "first in rollout 1 of prompt " in told[0] and told[0].startswith("step 2: ")
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "no update" in line]
+    assert len(warnings) == 1 and "1 tokens have a surprisal or entropy" in warnings[0]
+    assert "first in rollout 1 of prompt " in warnings[0] and warnings[0].startswith("step 2: ")
 
 
 _step = [0]  # of the run
@@ -184,19 +184,19 @@ def test_a_gradient_that_is_not_finite_names_its_rollout(
     trainer = Trainer(small_config(tmp_path, "loss.name=dapo", "train.num_rollout=3"), topology)
     plan = trainer.learner.preparer.plan
 
-    def spoilt(batch: TokenBatch) -> Signals:
+    def damaged(batch: TokenBatch) -> Signals:
         signals = plan(batch)
         if trainer.step == 1:
             signals.coefficient_T[batch.sequence_T == 3] = float("inf")
         return signals
 
-    trainer.learner.preparer.plan = spoilt  # type: ignore[method-assign]
+    trainer.learner.preparer.plan = damaged  # type: ignore[method-assign]
     assert trainer.run(Interrupt())
     assert [row["nonfinite"] for row in rows_of(trainer.config)] == [0, 1, 0]
     assert "the gradient is not finite, first in rollout 3 of prompt " in capsys.readouterr().err
 
 
-def test_too_many_in_a_row_stop_the_run_with_a_checkpoint_of_the_last_good_step(
+def test_too_many_skipped_updates_stop_the_run_with_its_last_good_checkpoint(
     tmp_path: Path, topology: Topology
 ) -> None:
     options = ("train.num_rollout=6", f"run.dir={tmp_path}/stopped")
@@ -227,7 +227,7 @@ ENDS = (UserError("data"), EngineError("pool"), MismatchAlarm("far"), NonFiniteE
         ),
     ],
 )
-def test_whatever_ends_a_run_leaves_a_checkpoint_of_the_last_good_step(
+def test_every_end_of_a_run_leaves_a_checkpoint_of_the_last_good_step(
     error: Exception, phase: str, tmp_path: Path, topology: Topology
 ) -> None:
     """And who resumes from it ends where a run that nothing ended does."""

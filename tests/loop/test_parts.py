@@ -22,7 +22,7 @@ from tests.tiny_models import byte_tokenizer, tiny_config
         (("policy.on_long_sequence=own_micro_batch",), 512),
     ],
 )
-def test_a_sequence_ends_at_what_the_model_and_a_rank_can_take(
+def test_the_length_of_a_sequence_is_bounded_by_model_and_rank(
     tmp_path: Path, overrides: tuple[str, ...], longest: int
 ):
     tiny_config("qwen2", max_position_embeddings=512).save_pretrained(tmp_path)

@@ -22,7 +22,7 @@ def fields(config: Config) -> list[str]:
     return [f"{section}.{name}" for section, values in sections.items() for name in values]
 
 
-def test_what_is_fixed_is_a_field_and_the_rest_may_change() -> None:
+def test_fixed_settings_are_fields_and_all_others_may_change() -> None:
     known = fields(Config())
     for name in FIXED:
         assert any(key == name or key.startswith(name) for key in known), name
@@ -64,7 +64,7 @@ def test_a_start_that_failed_leaves_no_claim_on_its_directory(
     assert len(rows_of(corrected)) == 1
 
 
-def test_a_lower_learning_rate_takes_effect_and_is_told_and_kept(
+def test_a_lower_learning_rate_takes_effect_and_is_reported_and_kept(
     tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("optimizer.lr_warmup_iters=0",)
@@ -75,9 +75,9 @@ def test_a_lower_learning_rate_takes_effect_and_is_told_and_kept(
     lower = small_config(tmp_path, "train.num_rollout=3", *options, "optimizer.lr=1e-4")
     assert Trainer(lower, topology).run(Interrupt())
     assert [row["lr"] for row in rows_of(lower)] == [3e-3, 3e-3, 1e-4]
-    told = capsys.readouterr().err
-    assert "optimizer.lr: 0.003 -> 0.0001" in told and "train.num_rollout: 2 -> 3" in told
-    assert "schedule: max_lr 0.003 -> 0.0001, from the next update on" in told
+    printed = capsys.readouterr().err
+    assert "optimizer.lr: 0.003 -> 0.0001" in printed and "train.num_rollout: 2 -> 3" in printed
+    assert "schedule: max_lr 0.003 -> 0.0001, from the next update on" in printed
     (line,) = (tmp_path / "run" / HISTORY_NAME).read_text().splitlines()
     assert json.loads(line)["changes"]["optimizer.lr"] == [0.003, 0.0001]
 

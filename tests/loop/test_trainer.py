@@ -91,7 +91,7 @@ def test_kill_nine_in_the_middle_loses_and_doubles_nothing(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGUSR1), slow(signal.SIGINT)])
-def test_a_signal_saves_and_the_same_command_goes_on(
+def test_a_signal_saves_and_the_same_command_resumes(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     config = small_config(tmp_path, "train.num_rollout=400", f"run.dir={tmp_path}/run")
@@ -151,7 +151,7 @@ def test_wrong_responses_alone_train_where_the_estimator_learns_from_them(
     assert skipped or metrics["loss"] == pytest.approx(1.0)
 
 
-def test_a_verifier_that_crashes_costs_samples_and_not_the_run(
+def test_a_crashing_verifier_costs_samples_and_not_the_run(
     tmp_path: Path, topology: Topology
 ) -> None:
     config = small_config(
@@ -196,9 +196,7 @@ def test_a_reward_of_a_group_sees_the_rollouts_of_a_prompt(
     assert row["eval/held_out/pass_at_k"] == 1.0 and row["unverifiable"] == 0
 
 
-def test_no_signal_for_ever_is_an_error_that_shows_the_rewards(
-    tmp_path: Path, topology: Topology
-) -> None:
+def test_a_run_without_any_signal_ends_with_its_rewards(tmp_path: Path, topology: Topology) -> None:
     config = small_config(
         tmp_path, "scoring.reward=tests.rewards.no_signal", "rollout.max_generation_rounds=3"
     )
@@ -272,9 +270,7 @@ def test_a_task_solved_from_the_start_says_what_may_be_wrong(
     assert (tmp_path / "run/report.html").is_file()
 
 
-def test_scores_that_are_all_positive_are_no_solved_task(
-    tmp_path: Path, topology: Topology
-) -> None:
+def test_all_positive_scores_are_not_a_solved_task(tmp_path: Path, topology: Topology) -> None:
     config = small_config(tmp_path, f"scoring.reward={__name__}.score")
     with pytest.raises(UserError, match=r"rollout\.dynamic_sampling_metric=reward would keep"):
         Trainer(config, topology).run(Interrupt())
@@ -303,9 +299,7 @@ def score(response: str, label: str, metadata: dict[str, Any]) -> float:
 SURPLUS = ("rollout.over_sampling_batch_size=12", "train.num_rollout=4")
 
 
-def test_on_policy_nothing_stale_is_trained_and_what_is_dropped_is_counted(
-    tmp_path: Path, topology: Topology
-) -> None:
+def test_on_policy_stale_groups_are_dropped_and_counted(tmp_path: Path, topology: Topology) -> None:
     config = small_config(tmp_path, *SURPLUS)
     assert Trainer(config, topology).run(Interrupt())
     rows = rows_of(config)
@@ -315,7 +309,7 @@ def test_on_policy_nothing_stale_is_trained_and_what_is_dropped_is_counted(
 
 
 @pytest.mark.parametrize(("rounds", "asked"), [(8, [6, 2, 3]), (3, [6, 2, 6])])
-def test_a_later_round_asks_for_what_is_missing(
+def test_a_later_round_samples_only_missing_prompts(
     rounds: int,
     asked: list[int],
     tmp_path: Path,
@@ -388,7 +382,7 @@ def steps_of(
     return rows, {key: tensor.clone() for key, tensor in trainer.actor.weights()}
 
 
-def test_no_scoring_pass_where_the_update_sees_the_same_policy(
+def test_an_update_of_the_same_policy_needs_no_scoring_pass(
     tmp_path: Path, topology: Topology
 ) -> None:
     """A loss without a plan reports what its update saw;
@@ -422,7 +416,7 @@ def test_mini_batches_and_epochs_use_the_ratio(tmp_path: Path, topology: Topolog
 
 
 @pytest.mark.parametrize("top_k", [0, 32])
-def test_a_teacher_is_approached_without_rewards(
+def test_distillation_approaches_the_teacher_without_rewards(
     top_k: int, tmp_path: Path, topology: Topology
 ) -> None:
     """Equal rewards, which dynamic sampling would drop, carry a teacher's signal."""

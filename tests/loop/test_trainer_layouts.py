@@ -236,7 +236,7 @@ SENSITIVITY = (
     "entropy_change/negative_rising",
 )
 OF_STARE = (*STARE, *SENSITIVITY)
-COUNTED = ("resampl", "queued", "put_by", "replayed")  # of what is sampled again, or later
+COUNTED = ("resampl", "buffered", "replay")  # metrics of resampling and of the buffer
 # Ranks share two cores: all but these are run with the slow tests.
 CORE_OF_ONE = ("padded", "experts", "stale", "shared prompts")
 CORE_OF_TWO = (
@@ -383,7 +383,7 @@ def test_metrics_equal_those_of_one_rank(runs: Runs, layout: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_variants_do_what_they_are_there_for(runs: Runs) -> None:
+def test_the_variants_have_their_effects(runs: Runs) -> None:
     rows = reference(runs, QUEUED)["metrics"]
     assert ["replayed_rollouts" in row for row in rows] == [False, True, False]
     assert all(row["outside_fraction"] > 0 for row in reference(runs, EPO)["metrics"])
@@ -419,7 +419,7 @@ def test_the_same_diagnostics_are_written(runs: Runs, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ALL)
-def test_the_same_weights_come_out_on_every_rank(runs: Runs, layout: str) -> None:
+def test_every_rank_has_the_same_weights(runs: Runs, layout: str) -> None:
     expected = reference(runs, layout)["weights"]
     for result in runs[layout]:
         assert set(result["weights"]) == set(expected)

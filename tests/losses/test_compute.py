@@ -320,7 +320,7 @@ def test_clip_cov_drops_the_drawn_tokens_alone():
     assert not torch.equal(slopes[0], slopes[2])
 
 
-def test_aents_controller_moves_after_its_warm_up():
+def test_the_controller_of_aent_moves_after_its_warm_up():
     """Steps count from 0, and step number `warmup` still keeps the coefficient."""
     batch, state = random_batch(8), dict[str, float]()
     found = []
@@ -400,7 +400,7 @@ def test_settings_that_do_not_fit_are_named(name, settings, message):
         ("epo", ("entropy", "logits"), "needs batch\\['entropy'\\]"),
     ],
 )
-def test_what_a_batch_lacks_is_named(name, missing, message):
+def test_missing_tensors_of_a_batch_are_named(name, missing, message):
     batch = {key: value for key, value in random_batch().items() if key not in missing}
     with pytest.raises(UserError, match=message):
         losses.compute(name, batch, **CASES[name][2])

@@ -50,7 +50,7 @@ def test_a_return_is_carried_over_a_masked_span():
     assert found.tolist() == [[pytest.approx(-0.25 * scale), 0.0, pytest.approx(0.25 * scale)]]
 
 
-def test_remax_counts_what_is_to_come():
+def test_remax_sums_later_rewards():
     """Rewards 1 and 2 at the tokens, baseline 1: 3 - 1, then 2 - 1."""
     one, mask = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[1, 1, 1]])
     baselines = torch.tensor([1.0])
@@ -59,7 +59,7 @@ def test_remax_counts_what_is_to_come():
     assert whole.tolist() == [[2.0, 2.0, 2.0]]
 
 
-def test_who_is_right_may_be_given():
+def test_correctness_may_be_given():
     rewards, right = torch.tensor([0.1, 0.9]), torch.tensor([False, True])
     mask = torch.ones(2, 1)
     assert advantages("w_reinf", rewards, [0, 0], mask).flatten().tolist() == pytest.approx(

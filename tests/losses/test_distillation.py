@@ -18,7 +18,9 @@ ALONE = {"distillation_coef": 1.0, "reward_coef": 0.0}
 
 @pytest.mark.parametrize("coefficient", [1.0, 0.3])
 @pytest.mark.parametrize("name", ["grpo", "dapo", "cispo"])
-def test_its_expected_gradient_is_that_of_the_reverse_kl(name: str, coefficient: float) -> None:
+def test_the_expected_gradient_of_distillation_is_that_of_the_reverse_kl(
+    name: str, coefficient: float
+) -> None:
     """Every token of the vocabulary is a response of one token, weighed by its probability."""
     generator = torch.Generator().manual_seed(0)
     size = 11
@@ -75,7 +77,7 @@ def tokens_of(logits: torch.Tensor, teacher: torch.Tensor, count: int) -> LossTo
     return dataclasses.replace(of, top_ids=ids, teacher_top=teacher.gather(1, ids))
 
 
-def test_over_the_whole_vocabulary_it_is_the_reverse_kl() -> None:
+def test_over_the_whole_vocabulary_the_loss_is_the_reverse_kl() -> None:
     logits, teacher = distributions(11)
     log = torch.log_softmax(logits, -1)
     expected = (log.exp() * (log - teacher)).sum(-1)
@@ -86,7 +88,7 @@ def test_over_the_whole_vocabulary_it_is_the_reverse_kl() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 4, 10])
-def test_over_some_tokens_it_is_the_kl_of_them_and_the_rest(count: int) -> None:
+def test_over_some_tokens_the_loss_is_the_kl_of_them_and_the_rest(count: int) -> None:
     """The rest's log-probs are log-sum-exps of the other tokens, of both."""
     logits, teacher = distributions(11)
     log = torch.log_softmax(logits, -1)
@@ -107,7 +109,7 @@ def test_over_some_tokens_it_is_the_kl_of_them_and_the_rest(count: int) -> None:
     assert (found <= whole + 1e-12).all() and (found >= 0).all()
 
 
-def test_a_rest_of_rounding_alone_has_no_slope() -> None:
+def test_a_rest_from_rounding_has_no_gradient() -> None:
     """In fp32 the rest of a sure token is noise, or below 0."""
     logits = torch.tensor([[40.0, 0.0, 0.0]], requires_grad=True)
     teacher = torch.log_softmax(torch.tensor([[1.0, 0.0, 0.0]]), -1)
@@ -117,7 +119,7 @@ def test_a_rest_of_rounding_alone_has_no_slope() -> None:
     assert slope.abs().max() < 1e-5
 
 
-def test_the_bound_loss_adds_it_and_asks_for_logits() -> None:
+def test_the_bound_loss_adds_distillation_and_asks_for_logits() -> None:
     logits, teacher = distributions(11)
     tokens = tokens_of(logits, teacher, 4)
     config = LossConfig(name="dapo", distillation_coef=0.3, distillation_top_k=4)

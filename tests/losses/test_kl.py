@@ -37,7 +37,7 @@ def test_kl_estimators_equal_their_formulas(kind):
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
 
 
-def test_kl_refuses_what_it_cannot_do():
+def test_kl_refuses_unsupported_arguments():
     zeros = torch.zeros(2)
     with pytest.raises(ValueError, match="reference"):
         kl_penalty(LossTokens(zeros, zeros, zeros, zeros, zeros), "k1")

@@ -115,7 +115,7 @@ def test_a_name_is_taken_once():
     assert _objectives == before
 
 
-def test_a_loss_of_the_users_by_its_dotted_path(tmp_path, monkeypatch):
+def test_a_users_loss_is_found_by_its_dotted_path(tmp_path, monkeypatch):
     text = """
 from megatron_stare.losses import policy_loss
 from megatron_stare.losses.settings import NonNegative

@@ -163,7 +163,7 @@ def test_two_ranks_make_the_step_of_one(
         assert rank[name]["numbers"] == pytest.approx(expected["numbers"], rel=1e-9, abs=1e-12)
 
 
-def test_the_plans_choose_something(
+def test_the_plans_select_tokens(
     runs: tuple[dict[str, dict[str, Any]], list[dict[str, dict[str, Any]]]],
 ) -> None:
     """Or ranks that choose nothing would agree."""

@@ -163,7 +163,7 @@ def test_the_weight_multiplies_every_loss_once(name: str):
         torch.testing.assert_close(with_weight - penalty, weight * (plain - penalty))
 
 
-def test_old_policy_and_not_the_current_one_is_corrected_for():
+def test_the_correction_is_for_the_old_policy():
     batch = batch_of(differences(0.3))
     moved = dataclasses.replace(
         batch, old_surprisal_T=batch.surprisal_T, surprisal_T=batch.surprisal_T + 0.5
@@ -236,7 +236,7 @@ def test_metrics_of_the_difference():
     assert float(k3(torch.tensor(20.0))) == 10.0, "one token cannot own the mean"
 
 
-def test_entropy_is_that_of_all_tokens_whatever_the_loss_makes_of_them():
+def test_entropy_is_of_all_tokens_under_every_loss():
     batch = batch_of(differences(0.3))
     entropy_T = torch.arange(sum(LENGTHS)) / 8
     batch = dataclasses.replace(batch, entropy_T=entropy_T, surprisal_T=entropy_T + 1)
@@ -250,7 +250,7 @@ def test_entropy_is_that_of_all_tokens_whatever_the_loss_makes_of_them():
         assert (metrics["entropy_of_loss"] == pytest.approx(metrics["entropy"])) is (name == "dapo")
 
 
-def test_the_alarm_stops_or_masks_what_differs():
+def test_the_alarm_stops_the_run_or_masks_the_rollouts():
     difference = torch.zeros(sum(LENGTHS))
     difference[4] = 3.0
     batch = batch_of(difference)
@@ -293,11 +293,13 @@ def test_a_run_corrects_for_staleness_and_an_alarm_ends_it(tmp_path: Path, topol
     assert rows_of(bypass)[2]["loss"] != rows[2]["loss"]
     unset = small_config(tmp_path, *stale, f"run.dir={tmp_path}/unset")
     assert Trainer(unset, topology).run(Interrupt())
-    told = small_config(tmp_path, *stale, "mismatch.old_policy=trainer", f"run.dir={tmp_path}/told")
-    assert Trainer(told, topology).run(Interrupt())
-    last = [rows_of(one)[2]["loss"] for one in (unset, bypass, told)]
+    explicit = small_config(
+        tmp_path, *stale, "mismatch.old_policy=trainer", f"run.dir={tmp_path}/trainer"
+    )
+    assert Trainer(explicit, topology).run(Interrupt())
+    last = [rows_of(one)[2]["loss"] for one in (unset, bypass, explicit)]
     assert last[0] == pytest.approx(last[1], rel=1e-2), "stale tokens start at the engine's"
-    assert last[0] != pytest.approx(last[2], rel=1e-2), "fresh only where told to be taken so"
+    assert last[0] != pytest.approx(last[2], rel=1e-2), "fresh only if the run says so"
     alarmed = small_config(tmp_path, *stale, "mismatch.alarm=1e-4", f"run.dir={tmp_path}/alarmed")
     with pytest.raises(MismatchAlarm, match=r"mismatch\.alarm=0\.0001"):
         Trainer(alarmed, topology).run(Interrupt())

@@ -19,7 +19,7 @@ from tests.losses.batches import ALONE, batch_of, random_tokens, run
 plan_stare = find_objective("stare").plan
 
 
-def test_the_golden_counts():
+def test_counts_equal_the_golden_ones():
     assert [chosen_count(n, 0.1) for n in (1, 9, 10, 11, 1001)] == [1, 1, 1, 2, 101]
 
 
@@ -41,7 +41,7 @@ def test_counts_are_exact_where_the_product_is_whole():
     assert wrong == [], "70 * 0.1 is 7, though floats say 7.000000000000001"
 
 
-def test_counts_at_the_ends():
+def test_counts_are_exact_for_extreme_fractions():
     assert chosen_count(50, 0.0) == 0
     assert chosen_count(0, 0.5) == 0
     assert chosen_count(50, 1.0) == 50
@@ -111,7 +111,7 @@ def test_exactly_k_are_chosen_where_all_are_tied():
     assert chosen.nonzero().flatten().tolist() == [22, 23, 24], "the three smallest indices"
 
 
-def test_what_a_plan_reports():
+def test_a_plan_reports_its_metrics():
     surprisal = [5.0, 4.0, 3.0, 2.0, 1.0, 9.0, 8.0, 7.0]
     batch = batch_of(surprisal, [1, 1, 1, 1, 0, -1, -1, 0], entropy=[0.2] * 8)
     signals = plan_stare(batch, LossConfig(variant="C2", top_p_ratio=0.5), ALONE, {})
@@ -243,7 +243,7 @@ def test_token_weights_of_tokens_that_raise_entropy():
         token_weights(surprisal, ones, ones, sensitivity=ones[0])
 
 
-def test_token_weights_refuses_what_it_cannot_weigh():
+def test_token_weights_refuses_invalid_batches():
     values = torch.ones(2, 3)
     with pytest.raises(ValueError, match="shapes"):
         token_weights(values, values[:1], values)

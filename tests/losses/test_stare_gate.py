@@ -35,13 +35,13 @@ ADAPTIVE = LossConfig(adaptive=True, alpha=0.05, target_entropy=0.3)
         (-math.inf, False),
     ],
 )
-def test_the_gate_is_strict_and_shut_for_no_number(entropy, on):
+def test_the_gate_is_strict_and_closed_for_nan(entropy, on):
     assert decide(entropy, LossConfig(target_entropy=0.3), {}).on is on
     assert decide(entropy, ADAPTIVE, {}).on is on
 
 
 @pytest.mark.parametrize("entropy", [0.1, 0.3, 0.5])
-def test_without_a_gate_it_is_always_on(entropy):
+def test_without_a_gate_the_weights_always_apply(entropy):
     assert decide(entropy, LossConfig(gate=False), {}).on
 
 
@@ -55,7 +55,7 @@ def test_one_adaptive_step_and_none_at_the_target(entropy, w, m):
 
 
 @pytest.mark.parametrize("entropy", [math.nan, math.inf, -math.inf])
-def test_no_number_adapts_nothing(entropy):
+def test_nan_adapts_nothing(entropy):
     state = {"reweight_w": 1.2, "reweight_m": 0.7}
     assert decide(entropy, ADAPTIVE, state).state == state
 

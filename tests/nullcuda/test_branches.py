@@ -24,7 +24,7 @@ OF_ENGINE = {
 }
 
 
-def test_every_place_that_cuda_decides_was_entered() -> None:
+def test_every_branch_on_cuda_was_entered() -> None:
     """This holds after the whole suite (`make nullcuda`); a part of it enters only some places."""
     wanted, entered = places(), seen(Path(os.environ[FOLDER]))
     assert wanted and entered

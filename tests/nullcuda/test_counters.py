@@ -16,7 +16,7 @@ from tools.nullcuda.memory import LIMIT
 pytestmark = pytest.mark.nullcuda
 
 
-def test_memory_has_an_end_and_a_peak() -> None:
+def test_memory_has_a_limit_and_a_peak() -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -46,7 +46,7 @@ def test_large_tensors_have_no_values_and_small_results_are_zero() -> None:
     assert torch.ones(1000, device="cuda").sum().item() == 1000
 
 
-def test_whole_numbers_have_values_as_far_up_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_integers_have_values_up_to_their_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "LIMIT_OF_INDICES", LIMIT + 1)
     for count, kind in ((LIMIT + 1, torch.int32), (0, torch.float32)):
         assert torch.ones(LIMIT + 1, dtype=kind, device="cuda").sum().item() == count
@@ -60,7 +60,7 @@ def test_products_are_counted_and_true() -> None:
     torch.testing.assert_close(product.cpu(), left @ right)
 
 
-def test_what_a_mask_overwrites_has_no_gradient() -> None:
+def test_values_under_a_mask_have_no_gradient() -> None:
     table = torch.ones(4, 3, device="cuda", requires_grad=True)
     rows = table * 2
     rows[torch.tensor([True, False, True, False], device="cuda"), :] = 0.0
@@ -152,6 +152,6 @@ def differing(rank: int, size: int) -> None:
     dist.all_reduce(torch.zeros(2 + rank, device="cuda"))
 
 
-def test_ranks_that_ask_for_different_lengths_are_told() -> None:
+def test_collectives_of_different_lengths_are_reported() -> None:
     with pytest.raises(RuntimeError, match=r"different collectives|a peer has gone"):
         run_distributed(differing, 2, backend="nccl")

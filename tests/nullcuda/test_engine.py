@@ -54,13 +54,13 @@ def found(models: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_its_layers_train_as_ours_on_the_cpu(
+def test_layers_of_transformer_engine_train_as_ours_on_the_cpu(
     name: str, found: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     assert_trained_alike([found[name]], expected[reference_of(name)])
 
 
-def test_its_updates_in_bf16_are_those_of_the_cpu(
+def test_updates_of_transformer_engine_in_bf16_equal_those_of_the_cpu(
     found: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     for ours, theirs in zip(found["in bf16"], expected["in bf16"], strict=True):
@@ -68,7 +68,7 @@ def test_its_updates_in_bf16_are_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("name", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
-def test_fp8_is_rounded_and_nothing_else(name: str, found: dict[str, Any]) -> None:
+def test_only_fp8_is_rounded(name: str, found: dict[str, Any]) -> None:
     """Errors relative to bf16 of a linear layer: two factors of 3 bits are 4% off, 2 bits more."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe
@@ -88,7 +88,7 @@ def test_fp8_is_rounded_and_nothing_else(name: str, found: dict[str, Any]) -> No
         assert 0.01 < float((exact - ours).norm() / exact.norm()) < most
 
 
-def test_they_were_its_kernels_and_none_gave_zeros(found: dict[str, Any]) -> None:
+def test_kernels_of_transformer_engine_ran_and_none_returned_zeros(found: dict[str, Any]) -> None:
     from tools.nullcuda.engine.fused_attention import calls
     from tools.nullcuda.values import not_computed
 

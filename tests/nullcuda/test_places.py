@@ -23,7 +23,7 @@ from tests.tiny_models import tiny_config, write_checkpoint
 pytestmark = pytest.mark.nullcuda
 
 
-def test_the_devices_random_numbers_go_on_from_where_they_were(topology: Topology) -> None:
+def test_the_random_state_of_the_device_is_restored(topology: Topology) -> None:
     state = progress.random_state()
     before = torch.rand(5, device="cuda").tolist()
     assert torch.rand(5, device="cuda").tolist() != before
@@ -31,13 +31,13 @@ def test_the_devices_random_numbers_go_on_from_where_they_were(topology: Topolog
     assert torch.rand(5, device="cuda").tolist() == before
 
 
-def test_the_hardware_is_what_the_device_says_it_is() -> None:
+def test_the_hardware_is_read_from_the_device() -> None:
     seen = hardware.__wrapped__()  # not what an earlier test has looked at
     assert seen == hardware() and seen.cuda and seen.capability == (9, 0)
     assert seen.memory_bytes == torch.cuda.get_device_properties(0).total_memory
 
 
-def test_what_torch_was_built_for_is_read_without_it() -> None:
+def test_the_cuda_version_of_torch_is_read_without_importing_it() -> None:
     assert doctor._built_for() == torch.version.cuda
 
 

@@ -82,7 +82,7 @@ def test_updates_in_bf16_are_those_of_the_cpu(
         assert ours == pytest.approx(theirs, rel=2e-2, abs=1e-3)
 
 
-def test_a_run_that_is_saved_beside_its_steps_goes_on(
+def test_a_run_with_background_saves_resumes(
     found: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     rows = found["interrupted"]

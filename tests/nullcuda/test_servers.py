@@ -36,7 +36,7 @@ def by_turns(response: str, label: str, metadata: dict[str, Any]) -> float:
     return float(next(_asked) % 2)
 
 
-def test_every_steps_weights_arrive_over_nccl(tmp_path: Path, topology: Topology) -> None:
+def test_the_weights_of_every_step_arrive_over_nccl(tmp_path: Path, topology: Topology) -> None:
     kept = tmp_path / "kept.safetensors"
     with fake_servers(1, module="tests.nullcuda.receiving_server", kept=str(kept)) as urls:
         config = small_config(
@@ -82,7 +82,7 @@ def test_buckets_arrive_while_the_next_are_made(tmp_path: Path) -> None:
     assert all(torch.equal(arrived[name], value) for name, value in weights.items())
 
 
-def test_a_servers_nccl_is_compared_with_ours(tmp_path: Path) -> None:
+def test_the_nccl_of_a_server_is_compared_with_the_trainers(tmp_path: Path) -> None:
     python = f"sglang.python={program(tmp_path, '2 0 1')}"
     *_, found = servers(override(Config(), [*SERVED, python]))
     assert found.what == "servers' NCCL" and found.level == "WARN" and "2.0.1" in found.found

@@ -61,7 +61,7 @@ def test_two_ranks_train_as_one_on_the_cpu(
     assert_trained_alike([rank[layout] for rank in ranks], expected[model])
 
 
-def test_what_lies_in_host_memory_is_summed_over_nccl(world: World) -> None:
+def test_tensors_in_host_memory_are_summed_over_nccl(world: World) -> None:
     assert [rank["total"] for rank in world(QUICK)] == [4.0, 4.0]
 
 
@@ -89,7 +89,7 @@ def onto_first(rank: int, size: int, directory: str) -> tuple[int, int]:
     return counts.communicators, arrived
 
 
-def test_weights_come_to_rank_0_over_the_worlds_communicator(models: str) -> None:
+def test_weights_reach_rank_0_over_the_world_communicator(models: str) -> None:
     """A single send would make a communicator for each pair of ranks."""
     first, *others = run_distributed(onto_first, 4, models, backend=BOTH_BACKENDS)
     assert first[1] > 20 and [made for made, _ in (first, *others)] == [0, 0, 0, 0]

@@ -54,7 +54,7 @@ BATCH = (
 
 
 @pytest.mark.parametrize("name", TWINNED)
-def test_equals_the_naive_one(name):
+def test_every_estimator_equals_its_twin(name):
     """Groups of 4, 4, 2 and 31 and one of one; a response without tokens; HAPO's fallback."""
     rewards, groups, lengths = BATCH
     if name == "grpo_passk":  # refuses a group of one
@@ -71,7 +71,7 @@ def test_equals_the_naive_one(name):
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.floats(-5, 5), st.integers(1, 9)), min_size=2, max_size=9))
-def test_one_group_equals_the_naive_one(pairs):
+def test_one_group_equals_the_twin(pairs):
     rewards, lengths = ([pair[place] for pair in pairs] for place in (0, 1))
     for name in ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "grpo_passk"):
         groups = [0] * len(rewards)
@@ -172,7 +172,7 @@ def test_dcpo_remembers_earlier_visits(visits):
     assert earlier[0, 0] == len(visits)
 
 
-def test_dcpo_is_exactly_zero_where_no_reward_ever_differed():
+def test_dcpo_is_exactly_zero_if_no_reward_ever_differed():
     earlier = None
     for _ in range(9):
         same = dataclasses.replace(outcomes([0.1] * 3, [0] * 3, [1] * 3), earlier_B3=earlier)
@@ -180,7 +180,7 @@ def test_dcpo_is_exactly_zero_where_no_reward_ever_differed():
         earlier = same.visits_B3
 
 
-def test_hapo_counts_padding_where_it_is_asked_to():
+def test_hapo_counts_padding_on_request():
     """Rewards 1.0 and 0.9, one token each: s = 0.05, so a padded token has (0 - 0.95) / 0.05."""
     pair = outcomes([1.0, 0.9], [0, 0], [1, 1])
     plain, padded = (find_estimator("hapo")(pair, padding=on).tolist() for on in (False, True))
@@ -193,18 +193,18 @@ def test_hapo_counts_padding_where_it_is_asked_to():
     assert raw == pytest.approx([0.05, -0.05]), "without the spread nothing is 5"
 
 
-def test_the_best_two_alike_lead_by_nothing():
+def test_two_equal_best_rewards_have_no_lead():
     assert found("grpo_passk", [1.0, 1.0, 0.0], [0, 0, 0], [1, 1, 1]).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_limits_of_whitening():
+def test_whitening_is_defined_for_few_tokens():
     assert found("reinforce_plus_plus", [3.0], [0], [1]).tolist() == [0.0], "one token"
     assert found("reinforce_plus_plus", [], [], []).tolist() == []
     spread = found("reinforce_plus_plus", [1.0, 0.0, 5.0], [0, 1, 2], [4, 4, 0]).tolist()
     assert spread[0] == pytest.approx(-spread[1]) and spread[2] > 8 * spread[0], "5 has no token"
 
 
-def test_who_leaves_the_loss():
+def test_estimators_exclude_rollouts_from_the_loss():
     three = outcomes([1.0, 0.0, 1.0], [0, 0, 0], [1, 1, 1])
     assert find_estimator("psr").left_out(three).tolist() == [False, True, False]
     assert find_estimator("nsr").left_out(three).tolist() == [True, False, True]

@@ -24,7 +24,7 @@ def gradient(data: dict[str, Tensor], device: str) -> Tensor:
     return hidden.grad.cpu()
 
 
-def test_whatever_arrives_is_multiplied_in() -> None:
+def test_the_incoming_gradient_is_multiplied_in() -> None:
     data = example(9, 16, 40, 37, torch.float32)
     assert relative(gradient(data, "cuda"), gradient(data, "cpu")) < 1e-4
 

@@ -15,7 +15,7 @@ def numbers(count: int, dtype: torch.dtype, seed: int = 3) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_equals_whole_number_arithmetic(dtype):
+def test_the_hash_equals_integer_arithmetic(dtype):
     tensor = numbers(1003, dtype)
     words = tensor.view(INTEGERS[tensor.element_size()]).tolist()
     assert bit_hash(tensor).item() == reference.bit_hash(words)
@@ -23,13 +23,13 @@ def test_it_equals_whole_number_arithmetic(dtype):
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1003, 1 << 20])
 @pytest.mark.parametrize("shape", [(1003,), (17, 59)])
-def test_it_does_not_depend_on_the_chunks(chunk, shape):
+def test_the_hash_does_not_depend_on_the_chunks(chunk, shape):
     tensor = numbers(1003, torch.bfloat16).reshape(shape)
     assert bit_hash(tensor, chunk) == bit_hash(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_single_changed_weight_changes_it(dtype):
+def test_every_changed_weight_changes_the_hash(dtype):
     tensor = numbers(500, dtype)
     seen = {bit_hash(tensor).item()}
     for place in range(500):
@@ -39,7 +39,7 @@ def test_every_single_changed_weight_changes_it(dtype):
     assert len(seen) == 501
 
 
-def test_places_count_and_so_do_lost_ends():
+def test_the_hash_depends_on_positions_and_length():
     tensor = numbers(40, torch.float32)
     swapped = tensor.clone()
     swapped[[3, 30]] = tensor[[30, 3]]
@@ -49,7 +49,7 @@ def test_places_count_and_so_do_lost_ends():
     assert bit_hash(torch.zeros(0)).item() == 0
 
 
-def test_what_is_hashed_is_the_tensor_as_it_is_seen():
+def test_the_hash_is_of_the_visible_tensor():
     tensor = numbers(600, torch.float32).reshape(20, 30)
     assert bit_hash(tensor.T) == bit_hash(tensor.T.contiguous()) != bit_hash(tensor)
     assert bit_hash(tensor[:, 3:7], 16) == bit_hash(tensor[:, 3:7].clone())
@@ -59,6 +59,6 @@ def test_what_is_hashed_is_the_tensor_as_it_is_seen():
 
 
 @pytest.mark.gpu
-def test_a_gpu_finds_the_same():
+def test_a_gpu_computes_the_same_hash():
     tensor = numbers(5_000_001, torch.bfloat16)
     assert bit_hash(tensor.cuda()).item() == bit_hash(tensor).item()

@@ -57,7 +57,7 @@ def test_the_hash_equals_a_naive_one(count: int, dtype: torch.dtype) -> None:
     assert hash_of(tensor) == naive_hash(tensor.view(torch.uint8).numpy().tobytes())
 
 
-def test_the_hash_equals_what_sglangs_own_kernel_computed() -> None:
+def test_the_hash_equals_that_of_sglangs_kernel() -> None:
     """Values of SGLang 0.5.23's Triton kernel,
     run by Triton's interpreter on torch.randn after manual_seed(0).
     """
@@ -70,14 +70,14 @@ def test_the_hash_equals_what_sglangs_own_kernel_computed() -> None:
     ]
 
 
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hash_does_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = sample(20_001, torch.float32)
     whole = hash_of(tensor)
     monkeypatch.setattr(hashes, "_CHUNK_WORDS", hashes.TILE)
     assert hash_of(tensor) == whole
 
 
-def test_nothing_has_the_hash_of_nothing() -> None:
+def test_an_empty_tensor_has_the_empty_hash() -> None:
     assert hash_of(torch.empty(0)) == "0" * 16
 
 

@@ -95,7 +95,7 @@ def test_mean_spread_and_extrema(unbiased: bool) -> None:
 
 
 @pytest.mark.parametrize("method", ["mean", "std", "minimum", "maximum", "quantile"])
-def test_nothing_at_all_is_an_error_that_names_the_method(method: str) -> None:
+def test_an_empty_selection_is_an_error_that_names_the_method(method: str) -> None:
     arguments = (torch.empty(0), 0.5) if method == "quantile" else (torch.empty(0),)
     with pytest.raises(ValueError, match=method):
         getattr(Across(), method)(*arguments)

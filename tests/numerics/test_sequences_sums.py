@@ -94,7 +94,7 @@ def test_two_pairs_of_ranks_equal_one_process() -> None:
                     )
 
 
-def test_alone_it_is_a_sum_by_number_and_its_gradient_passes_gradcheck() -> None:
+def test_on_one_rank_the_sum_and_its_gradient_pass_gradcheck() -> None:
     sequence = torch.tensor([2, 0, 2, 2, 0])
     value = values(5, 3).requires_grad_()
     found = sequence_sum(value, sequence, 3)
@@ -103,7 +103,7 @@ def test_alone_it_is_a_sum_by_number_and_its_gradient_passes_gradcheck() -> None
     assert torch.autograd.gradgradcheck(lambda x: sequence_sum(x, sequence, 3).square(), value)
 
 
-def test_no_sequence_no_sum() -> None:
+def test_a_batch_without_sequences_has_no_sum() -> None:
     empty = torch.zeros(0, requires_grad=True)
     found = sequence_sum(empty, torch.zeros(0, dtype=torch.long), 0)
     found.sum().backward()
@@ -113,6 +113,6 @@ def test_no_sequence_no_sum() -> None:
 @pytest.mark.parametrize(
     "value", [torch.ones(2), torch.ones(3, dtype=torch.long), torch.ones(1, 3)]
 )
-def test_what_is_no_value_per_token_is_refused(value: Tensor) -> None:
+def test_a_tensor_of_another_length_is_refused(value: Tensor) -> None:
     with pytest.raises(ValueError, match="one floating-point value per token"):
         sequence_sum(value, torch.zeros(3, dtype=torch.long), 1)

@@ -284,7 +284,7 @@ def test_same_call_gives_the_same_bits(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_rows_at_all(way: str) -> None:
+def test_a_batch_without_rows_is_computed(way: str) -> None:
     data = example(0, 8, 20, 19, torch.float32)
     loss, surprisal_N, entropy_N = head(
         way,
@@ -341,7 +341,7 @@ def test_all_rows_without_gradient(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_only_what_requires_a_gradient_gets_one(way: str) -> None:
+def test_only_tensors_that_require_a_gradient_get_one(way: str) -> None:
     for frozen in ("hidden", "weight"):
         data = example(6, 8, 20, 19, torch.float32)
         data[frozen].requires_grad_(False)

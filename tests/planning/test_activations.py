@@ -15,7 +15,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize("layouts", [QUICK, pytest.param([*LAYOUTS], marks=pytest.mark.slow)])
-def test_plans_are_within_a_tenth_of_what_the_real_model_keeps(
+def test_plans_are_within_a_tenth_of_the_real_models_memory(
     layouts: list[str], tmp_path: Path
 ) -> None:
     found = measure(tmp_path, layouts)

@@ -23,7 +23,7 @@ def test_every_recipe_was_run_on_every_stage() -> None:
 
 
 @pytest.mark.parametrize("rank", RANKS, ids=lambda rank: rank.recipe)
-def test_plans_are_within_a_tenth_of_what_was_allocated(rank) -> None:
+def test_plans_are_within_a_tenth_of_the_allocation(rank) -> None:
     assert rank.figures["transformer_engine"]
     assert rank.ratio == pytest.approx(1.0, abs=0.10)
     policy = find_recipe(rank.recipe).policy

@@ -63,14 +63,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_says_why(case: str) -> None:
+def test_a_plan_that_does_not_fit_names_the_reason(case: str) -> None:
     name, overrides, words = REFUSED[case]
     plan = planned(name, *overrides)
     assert any(words in fault for fault in plan.faults), plan.faults
     assert "does not fit: " in plan_text(name, plan)
 
 
-def test_room_on_the_trainers_side_makes_a_colocated_run_fit() -> None:
+def test_free_trainer_memory_makes_a_colocated_run_fit() -> None:
     colocated = ("sglang.colocated=true", "sglang.sync_method=tensor")
     cluster = Cluster(trainer_gpus=8, rollout_gpus=0)
     stays = "policy.offload_while_generating=false"
@@ -106,19 +106,19 @@ def test_the_whole_memory_is_the_sum_of_its_parts() -> None:
     assert rank.training == rank.peak == 12 * held + rest
 
 
-def test_sampling_beside_training_takes_the_longer_of_both() -> None:
+def test_overlapped_sampling_and_training_take_the_longer_of_both() -> None:
     name = "short_cot_7b"
     after = planned(name, *APART, cluster=HALVES)
-    beside = planned(name, *APART, "rollout.asynchrony=one_step_off", cluster=HALVES)
-    assert after.serving and beside.serving
-    assert beside.seconds == max(beside.training.seconds, beside.serving.seconds) + (
-        beside.serving.sync_seconds + beside.host_seconds
+    overlapped = planned(name, *APART, "rollout.asynchrony=one_step_off", cluster=HALVES)
+    assert after.serving and overlapped.serving
+    assert overlapped.seconds == max(overlapped.training.seconds, overlapped.serving.seconds) + (
+        overlapped.serving.sync_seconds + overlapped.host_seconds
     )
     both = (after.training.seconds, after.serving.seconds)
-    assert after.seconds == pytest.approx(beside.seconds + min(both))
+    assert after.seconds == pytest.approx(overlapped.seconds + min(both))
 
 
-def test_weights_come_in_and_go_out_at_the_same_time_only_in_a_broadcast() -> None:
+def test_only_a_broadcast_sends_and_receives_weights_at_once() -> None:
     """Less the seconds of the buckets' requests. Memory handles send nothing."""
     name = "short_cot_7b"
     apart = planned(name, *APART, cluster=HALVES)
@@ -138,7 +138,7 @@ def test_weights_come_in_and_go_out_at_the_same_time_only_in_a_broadcast() -> No
 
 def test_the_tail_comes_after_the_phase_of_full_throughput() -> None:
     """Three rollouts on two places, by hand: a token takes 1 second, and 1 more for each rollout
-    that is decoded with it; the mean length is what the step is told.
+    that is decoded with it; the step receives the mean length.
     """
     seen = []
 

@@ -23,6 +23,6 @@ def test_a_suggestion_fits_and_is_cheaper() -> None:
     assert back.config.sglang.colocated and back.cluster.rollout_gpus == 0
 
 
-def test_none_where_nothing_fits() -> None:
+def test_no_suggestion_fits_a_model_that_is_too_large() -> None:
     with pytest.raises(UserError, match=r"no layout of models/Qwen2\.5-32B fits 2 GPUs"):
         suggest(find_recipe("short_cot_32b"), Cluster(2, 8))

@@ -23,7 +23,7 @@ def work(family: str, world: int, tokens: Tokens, *overrides: str) -> tuple[Trai
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
-def test_operations_are_what_a_counter_counts(family: str) -> None:
+def test_planned_operations_equal_counted_operations(family: str) -> None:
     """One forward pass of sequences of equal length, head on every token; the counter sees whole
     attention squares, of which the formula takes the causal half, and the product that makes the
     rotary angles.

@@ -50,7 +50,7 @@ def trained(
 @pytest.mark.parametrize(
     ("family", "cases"), [("qwen3", CASES), ("deepseek_v3", LATENT), ("glm4_moe", EXPERTS)]
 )
-def test_as_many_parameters_train_as_in_the_real_model(
+def test_planned_trained_parameters_equal_the_real_models(
     family: str, cases: tuple[Any, ...], tmp_path: Path
 ) -> None:
     hf = tiny_config(family, num_hidden_layers=4)
@@ -86,7 +86,7 @@ def test_frozen_weights_have_no_gradient_no_moments_and_two_products() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_meets_the_adapters_of_its_experts_alone(kind: str) -> None:
+def test_a_token_uses_only_the_adapters_of_its_experts(kind: str) -> None:
     """Three products a pass of the widths of gate, up and down, for as many experts as it has."""
     hf = tiny_config("glm4_moe")
     shape, tokens = shape_of(hf), Tokens(sequences=64, prompt=16.0, response=48.0)

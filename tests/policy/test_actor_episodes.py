@@ -121,7 +121,7 @@ def test_every_sampled_token_is_a_loss_token_once() -> None:
         ({"lengths": (9,), "routing": [1, 2]}, "routing"),
     ],
 )
-def test_sequences_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
+def test_impossible_sequences_are_refused(change: dict[str, Any], message: str) -> None:
     plain = Rollout([1] * 9, [0.0] * 9, [0] * 9, status="completed", weight_version=0)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(plain, **change)
@@ -245,7 +245,7 @@ def under_gspo(rank: int, world_size: int, directory: str) -> dict[str, Any]:
     return found
 
 
-def test_gspo_weighs_a_token_the_same_and_its_ratio_is_of_its_own_sequence(
+def test_gspo_keeps_token_weights_and_takes_each_sequences_ratio(
     checkpoint: Path,
 ) -> None:
     (found,) = run_distributed(under_gspo, 1, str(checkpoint))

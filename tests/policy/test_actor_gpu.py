@@ -58,7 +58,7 @@ def in_bf16(train: Callable[..., Rows]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recipe", PACKED)
-def test_a_run_in_fp8_is_saved_and_goes_on_where_it_was(
+def test_a_run_in_fp8_resumes_exactly(
     recipe: str, train: Callable[..., Rows], in_bf16: dict[str, Any]
 ) -> None:
     """Three steps at once are two, saved, and a third: the scales of steps before too. The first,

@@ -72,7 +72,7 @@ SHAPES = (
 # Ranks share two cores: all but these are run with the slow tests.
 QUICK = ("one", "CP2 each", "TP2 SP", "PP2 VPP2 padded")
 # Sequences whose gradient is not finite, in the middle, and, under this layout, at either end.
-SPOILT = ((5, 9), (0,), (2 * len(SHAPES) - 1,))
+BROKEN = ((5, 9), (0,), (2 * len(SHAPES) - 1,))
 ENDS = ("CP2",)
 
 
@@ -139,7 +139,7 @@ LOSSES = {
 
 
 def update(
-    directory: str, options: tuple[str, ...], name: str, spoilt: Sequence[tuple[int, ...]]
+    directory: str, options: tuple[str, ...], name: str, bad: Sequence[tuple[int, ...]]
 ) -> dict[str, Any]:
     """One update from the checkpoint: loss, gradient norm, weights, and this rank's tokens.
 
@@ -158,7 +158,7 @@ def update(
         signals.coefficient_T, coefficients(batch, CLIPS.aggregation, topology.across)
     )
     bound = BoundLoss(lambda tokens: LOSSES[name](tokens, CLIPS), per_token=False)
-    broken = first_broken(actor, batch, bound, signals, spoilt) if name == "gspo" else []
+    broken = first_broken(actor, batch, bound, signals, bad) if name == "gspo" else []
     metrics, _ = actor.update(batch, bound, signals)
     assert batch.surprisal_T is not None and batch.old_surprisal_T is not None
     columns = (batch.surprisal_T, batch.old_surprisal_T, batch.advantage_T, batch.sequence_T)
@@ -187,16 +187,16 @@ def first_broken(
     batch: TokenBatch,
     bound: BoundLoss,
     signals: Signals,
-    spoilt_sequences: Sequence[tuple[int, ...]],
+    broken_sequences: Sequence[tuple[int, ...]],
 ) -> list[int | None]:
     """The first sequence without a finite gradient, of a loss over sequences and of one per token,
     with NaN coefficients in these sequences.
     """
     per_token = find_objective("dapo").bind(LossConfig(name="dapo"))
-    spoilt = [
+    bad = [
         (loss, torch.isin(batch.sequence_T, torch.tensor(those)))
         for loss in (bound, per_token)
-        for those in map(list, spoilt_sequences)
+        for those in map(list, broken_sequences)
     ]
     return [
         actor.first_without_finite_gradient(
@@ -206,7 +206,7 @@ def first_broken(
                 signals, coefficient_T=torch.where(bad_T, math.nan, signals.coefficient_T)
             ),
         )
-        for loss, bad_T in spoilt
+        for loss, bad_T in bad
     ]
 
 
@@ -224,7 +224,7 @@ def under_each_layout(
 ) -> dict[tuple[str, str], dict[str, Any]]:
     return {
         (layout, name): update(
-            directory, LAYOUTS[world_size][layout], name, SPOILT[: 3 if layout in ENDS else 1]
+            directory, LAYOUTS[world_size][layout], name, BROKEN[: 3 if layout in ENDS else 1]
         )
         for layout in layouts
         for name in losses_under(layout)
@@ -285,7 +285,7 @@ def test_loss_gradient_norm_and_weights_equal_those_of_one_rank(
 @pytest.mark.parametrize("layout", list(map(parameter, EVERY)))
 def test_the_first_rollout_without_a_finite_gradient_is_found(runs: Runs, layout: str) -> None:
     """Every rank finds it; and the search does not affect the next update, compared above."""
-    expected = [those[0] for those in SPOILT[: 3 if layout in ENDS else 1]]
+    expected = [those[0] for those in BROKEN[: 3 if layout in ENDS else 1]]
     for rank in runs[layout, "gspo"]:
         assert rank["broken"] == 2 * expected
 
@@ -304,7 +304,7 @@ def test_the_further_scores_are_those_of_one_rank(runs: Runs, layout: str) -> No
         assert found[key] == pytest.approx(values, rel=1e-4, abs=1e-6)
 
 
-def test_the_loss_is_the_twins(runs: Runs) -> None:
+def test_the_loss_equals_the_twins(runs: Runs) -> None:
     """Of the published sequence form in float64, from the surprisals that one rank scored."""
     (one,) = runs["one", "gspo"]
     loss, gradients = reference_losses.gspo_of_sequences(*one["tokens"], CLIPS)

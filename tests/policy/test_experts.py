@@ -255,7 +255,7 @@ def test_a_replayed_update_equals_the_twins(
     assert 0.6 < known < 0.8, "some tokens are free"
 
 
-def test_the_gates_gradient_is_there(twins: dict[str, Twin]) -> None:
+def test_the_routers_have_gradients(twins: dict[str, Twin]) -> None:
     for twin in twins.values():
         gates = [grad for name, grad in twin.gradient.items() if name.endswith("mlp.gate.weight")]
         assert len(gates) in (2, 3) and all(gate.abs().max() > 1e-3 for gate in gates)
@@ -288,7 +288,7 @@ def choices_of(batch: TokenBatch) -> list[numpy.ndarray]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_what_scoring_chose_is_what_later_updates_replay(
+def test_later_updates_replay_the_experts_of_the_scoring_pass(
     family: str, checkpoints: dict[str, Path], alone: None
 ) -> None:
     """Scored under old weights, updated under new ones: the update of a run whose rollouts bring

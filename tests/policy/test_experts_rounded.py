@@ -190,7 +190,7 @@ def twins(checkpoint: Path, rounded: dict[str, Tensor]) -> tuple[Twin, Twin]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_experts_are_rounded_and_nothing_else_is(
+def test_only_experts_are_rounded(
     layout: str, ranks: list[dict[str, Any]], rounded: dict[str, Tensor]
 ) -> None:
     for rank in ranks:
@@ -274,7 +274,7 @@ def a_run(directory: Path, name: str, *settings: str) -> Config:
     return config
 
 
-def test_a_run_goes_on_with_its_fp32_copies(tmp_path: Path, topology: Topology) -> None:
+def test_a_resumed_run_has_its_fp32_copies(tmp_path: Path, topology: Topology) -> None:
     """Stopped and resumed it is the uninterrupted one."""
     whole, parts = (a_run(tmp_path, name) for name in ("whole", "parts"))
     assert Trainer(whole, topology).run(Interrupt())
@@ -283,7 +283,7 @@ def test_a_run_goes_on_with_its_fp32_copies(tmp_path: Path, topology: Topology) 
     assert rows_of(parts) == rows_of(whole)
 
 
-def test_an_fp8_checkpoint_is_what_trained(tmp_path: Path) -> None:
+def test_an_fp8_checkpoint_holds_the_trained_weights(tmp_path: Path) -> None:
     """Bit for bit: trained, exported, quantised, and read back."""
     config, exported, served = a_run(tmp_path, "run"), tmp_path / "exported", tmp_path / "fp8"
     with topologies.session(config.policy) as topology:
@@ -322,7 +322,7 @@ def test_a_checkpoint_of_a_run_that_did_not_round_is_rounded(
         ("qwen3_moe", ("policy.dtype=fp32",), "needs policy.dtype=bf16"),
     ],
 )
-def test_what_cannot_be_rounded_says_why(
+def test_a_model_that_cannot_be_rounded_is_refused_with_the_reason(
     family: str, settings: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
     directory = write_checkpoint(tmp_path / "model", tiny_config(family))

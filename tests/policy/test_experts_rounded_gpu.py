@@ -17,7 +17,7 @@ from tests.tiny_models import tiny_config, write_checkpoint
 pytestmark = pytest.mark.nullcuda
 
 
-def test_experts_in_groups_are_rounded_too(tmp_path: Path) -> None:
+def test_grouped_experts_are_rounded_too(tmp_path: Path) -> None:
     """Each expert's own matrix, at first and when they have moved."""
     if not build._has_transformer_engine():
         pytest.skip("no TransformerEngine here: run tools/nullcuda/build")

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.nullcuda
 ROWS, WIDTH, VOCABULARY, TOP_K = 512, 64, 151936, 16
 
 
-def test_whole_logits_take_what_the_planner_counts() -> None:
+def test_whole_logits_take_the_planned_memory() -> None:
     place = {"device": "cuda"}
     weight_VH = torch.randn(VOCABULARY, WIDTH, dtype=torch.bfloat16, requires_grad=True, **place)
     hidden_NH = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True, **place)

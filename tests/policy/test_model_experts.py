@@ -137,7 +137,7 @@ def test_every_tensor_comes_back_bit_for_bit_on_every_rank(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_holds_its_own_experts_only(
+def test_a_rank_holds_only_its_own_experts(
     layout: str, family: str, ranks: list[dict[Any, Any]]
 ) -> None:
     policy, config = LAYOUTS[layout], tiny_config(family)
@@ -231,7 +231,7 @@ def refused(directory: Path, place: Topology, *names: str, **policy: Any) -> Non
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_a_field_that_the_model_would_not_honour(
+def test_a_field_without_effect_on_the_model_is_refused(
     change: dict[str, Any], tmp_path: Path, alone: Topology
 ) -> None:
     directory = write_checkpoint(tmp_path, tiny_config("qwen3_moe"))
@@ -240,7 +240,7 @@ def test_a_field_that_the_model_would_not_honour(
     refused(directory, alone, *change)
 
 
-def test_layouts_that_do_not_divide(
+def test_layouts_that_do_not_divide_are_refused(
     checkpoints: dict[str, Path], tmp_path: Path, alone: Topology
 ) -> None:
     sparse, dense = checkpoints["qwen3_moe"], write_checkpoint(tmp_path, tiny_config("qwen3"))
@@ -266,7 +266,7 @@ def test_experts_in_one_tensor_are_refused(matrix: str, tmp_path: Path, alone: T
     refused(directory, alone, name, "one tensor per expert")
 
 
-def test_a_missing_expert(tmp_path: Path, alone: Topology) -> None:
+def test_a_missing_expert_is_named(tmp_path: Path, alone: Topology) -> None:
     directory = write_checkpoint(tmp_path, tiny_config("qwen3_moe"))
     tensors = load_file(directory / "model.safetensors")
     del tensors["model.layers.2.mlp.experts.5.up_proj.weight"]

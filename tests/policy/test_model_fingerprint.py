@@ -49,7 +49,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config("qwen2_tied")))
 
 
-def test_two_ranks_agree_and_see_one_another_s_changes(checkpoint: str) -> None:
+def test_two_ranks_agree_and_notice_each_others_changes(checkpoint: str) -> None:
     first, second = run_distributed(under_each_layout, 2, checkpoint)
     assert first == second
     for loaded, again, changed in first:
@@ -57,7 +57,7 @@ def test_two_ranks_agree_and_see_one_another_s_changes(checkpoint: str) -> None:
         assert loaded == again != changed
 
 
-def test_it_tells_weights_apart_and_needs_no_gradient(
+def test_the_fingerprint_distinguishes_weights_and_needs_no_gradient(
     topology: topologies.Topology, checkpoint: str, tmp_path: Path
 ) -> None:
     other = write_checkpoint(tmp_path / "other", tiny_config("qwen2_tied"), seed=1)

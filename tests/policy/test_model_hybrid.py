@@ -2,9 +2,9 @@
 
 HybridModel of the pinned version has no hook for a head of one's own, no spec but
 TransformerEngine's, and its last norm is TransformerEngine's. Without a patch: it is built without
-that norm and told afterwards that it has one, ours, and that the output is not its own affair, so
-that it returns hidden states. Every layer of a transformer is two of its layers, one of attention
-and one of the MLP, so that names, layer numbers and pipeline stages are others.
+that norm; afterwards its settings say that it has one, ours, and that another module owns the
+output layer, so that it returns hidden states. Every layer of a transformer is two of its layers,
+one of attention and one of the MLP, so that names, layer numbers and pipeline stages are others.
 """
 
 from __future__ import annotations

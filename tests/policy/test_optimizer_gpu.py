@@ -21,7 +21,7 @@ BLOCK = 512  # bytes: what the allocator rounds a tensor up to
 
 
 @pytest.mark.parametrize("offload", [True, False])
-def test_weights_stay_and_the_optimizer_where_it_is_not_offloaded(
+def test_weights_stay_and_so_does_an_optimizer_without_offload(
     offload: bool, tmp_path: Path, topology: Topology
 ) -> None:
     gc.collect()  # what the tests before have left

@@ -131,12 +131,12 @@ def test_a_micro_batch_numbers_its_sequences_alike_on_all_context_ranks(
 ) -> None:
     policy = PolicyConfig(max_tokens_per_gpu=24, packed_sequences=packed)
     batches = everywhere(several_to_a_group(SEVERAL), policy, data=2, context_size=context)
-    dealt: list[int] = []
+    placed: list[int] = []
     for data_rank in range(2):
         sharing = batches[data_rank * context : (data_rank + 1) * context]
         for micros in zip(*(batch.microbatches for batch in sharing), strict=True):
             assert len({micro.num_sequences for micro in micros}) == 1
-            dealt.append(micros[0].num_sequences)
+            placed.append(micros[0].num_sequences)
             numbers: dict[int, int] = {}
             for micro, batch in zip(micros, sharing, strict=True):
                 globals_ = batch.sequence_T[micro.rows].tolist()
@@ -144,7 +144,7 @@ def test_a_micro_batch_numbers_its_sequences_alike_on_all_context_ranks(
                     assert 0 <= local < micro.num_sequences
                     assert numbers.setdefault(local, number) == number
             assert len(set(numbers.values())) == len(numbers)
-    assert sum(dealt) == 12
+    assert sum(placed) == 12
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -194,8 +194,8 @@ def expected_turns(groups: list[Group]) -> dict[int, int]:
     for number, group in enumerate(groups):
         mask = group.rollouts[0].loss_mask.tolist()
         for place in (place for place, masked in enumerate(mask) if masked):
-            behind = itertools.pairwise(mask[: place + 1])
-            found[(number << 32) + place] = sum(own and not after for own, after in behind)
+            pairs = itertools.pairwise(mask[: place + 1])
+            found[(number << 32) + place] = sum(own and not after for own, after in pairs)
     return found
 
 
@@ -226,7 +226,7 @@ SHAPES = st.lists(
     context=st.sampled_from([1, 2, 4]),
     tensor=st.sampled_from([1, 2]),
 )
-def test_every_loss_token_is_placed_once_behind_its_predecessor(
+def test_every_loss_token_is_placed_once_after_its_predecessor(
     shapes: Any, packed: bool, data: int, context: int, tensor: int
 ) -> None:
     groups = groups_of(shapes)
@@ -441,7 +441,7 @@ def test_a_sequence_over_the_budget_is_refused_and_never_cut() -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_or_gets_a_micro_batch_of_its_own_whole(packed: bool) -> None:
+def test_a_sequence_over_the_budget_may_have_its_own_micro_batch(packed: bool) -> None:
     groups = groups_of([(2, [1] * 4), (2, [1] * 90), (2, [1] * 5)])
     policy = PolicyConfig(
         max_tokens_per_gpu=40, on_long_sequence="own_micro_batch", packed_sequences=packed

@@ -23,17 +23,17 @@ def sent(count: int, stage: int, stages: int, chunks: int, forward: bool) -> lis
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_what_is_received_is_what_the_neighbour_sends(stages: int, chunks: int) -> None:
+def test_a_stage_receives_the_tensors_of_its_neighbour(stages: int, chunks: int) -> None:
     runtime.prepare()
     for count in (stages, 2 * stages, 5 * stages):
         for stage in range(stages):
-            before, behind = received(count, stage, stages, chunks, stages)
+            before, after = received(count, stage, stages, chunks, stages)
             # one after the other without chunks; round the ring with them
             closed = chunks > 1
             assert before == (
                 sent(count, (stage - 1) % stages, stages, chunks, True) if stage or closed else []
             )
-            assert behind == (
+            assert after == (
                 sent(count, (stage + 1) % stages, stages, chunks, False)
                 if stage < stages - 1 or closed
                 else []

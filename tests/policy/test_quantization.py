@@ -84,7 +84,9 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     ("format_name", "family"),
     [(name, family) for name, families in FAMILIES.items() for family in families],
 )
-def test_families_and_formats(tmp_path: Path, format_name: str, family: str) -> None:
+def test_every_family_exports_in_every_format(
+    tmp_path: Path, format_name: str, family: str
+) -> None:
     source = source_of(tmp_path, family)
     original, tensors = tensors_of(source), exported(source, tmp_path / "target", format_name)
     linear = {name for name in original if "_proj.weight" in name}

@@ -40,7 +40,9 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def test_experts_are_written_in_blocks_and_all_else_as_it_was(source: Path, tmp_path: Path) -> None:
+def test_experts_are_written_in_blocks_and_other_weights_unchanged(
+    source: Path, tmp_path: Path
+) -> None:
     hf = read_hf_config(str(source))
     experts = block_matrices(hf, experts_only=True)
     quantize_blocks(source, tmp_path, hf, "fp8_experts")
@@ -113,7 +115,7 @@ def test_sglangs_own_code_reads_the_weights_that_we_read(source: Path, tmp_path:
         assert torch.equal(tensor, block_fp8.decode(ours[name], ours[f"{name}_scale_inv"])), name
 
 
-def test_the_command_measures_it(source: Path, tmp_path: Path) -> None:
+def test_the_command_measures_the_error(source: Path, tmp_path: Path) -> None:
     file, target = tmp_path / "prompts.jsonl", tmp_path / "target"
     rows = [
         {"prompt": f"What is {a} + {b}?", "label": str(a + b)} for a in range(4) for b in (1, 2)
@@ -127,7 +129,7 @@ def test_the_command_measures_it(source: Path, tmp_path: Path) -> None:
     assert (target / "tokenizer_config.json").is_file()
 
 
-def test_formats_and_models_that_do_not_belong_together(source: Path, tmp_path: Path) -> None:
+def test_formats_that_do_not_suit_a_model_are_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"fp8: .* is a qwen3_moe, with experts; use fp8_blocks or fp8_experts"
     ):

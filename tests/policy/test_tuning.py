@@ -99,7 +99,7 @@ def test_a_switch_that_is_set_stays(name: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_impossible_switches_are_refused(
     overrides: tuple[str, ...], machine: Hardware, message: str
 ) -> None:
     chosen = policy(*(f"policy.{one}" for one in overrides))
@@ -116,14 +116,14 @@ def test_what_cannot_be_is_refused(
         (("tuning.rope=true",), "tuning.apply_rope_fusion"),
     ],
 )
-def test_values_that_no_hardware_knows_are_refused(
+def test_values_unknown_to_any_hardware_are_refused(
     overrides: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
         override(Config(), [f"policy.{one}" for one in overrides])
 
 
-def test_modules_are_written_by_commas() -> None:
+def test_recomputed_modules_are_separated_by_commas() -> None:
     chosen = policy("policy.recompute_granularity=selective", "policy.recompute_modules=mlp, moe")
     assert recompute_modules(chosen) == ["mlp", "moe"]
 
@@ -142,7 +142,7 @@ def test_every_field_has_a_row_in_the_documentation() -> None:
 
 
 @pytest.mark.gpu
-def test_this_machines_gpu_is_seen() -> None:
+def test_the_gpu_of_this_machine_is_found() -> None:
     assert hardware().cuda and hardware().memory_bytes > 1 << 30 and hardware().capability >= (7, 0)
 
 

@@ -62,7 +62,7 @@ def test_a_model_has_the_context_that_its_recipe_asks_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_a_twin_is_the_same_run_with_the_baseline(name: str) -> None:
+def test_a_baseline_differs_from_its_recipe_in_the_objective_alone(name: str) -> None:
     config, twin = find_recipe(name), find_recipe(f"{name}_grpo_ds")
     assert cluster_of(f"{name}_grpo_ds") == CLUSTERS[name]
     changed = {key: value for key, _, value in differences(config, twin)}

@@ -102,7 +102,7 @@ def test_the_tool_recipe_through_the_endpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_other_recipes_and_twins_take_two_steps(tmp_path: Path) -> None:
+def test_all_other_recipes_and_baselines_take_two_steps(tmp_path: Path) -> None:
     write_world(tmp_path)
     words = (str(tmp_path), SLOW, EMBEDDED)
     done = run_distributed(trained, WORLD, *words, timeout_s=1200.0)

@@ -69,7 +69,7 @@ def test_both_arms_start_from_the_same_policy_and_rollouts(alone: Path) -> None:
 
 
 @pytest.mark.slow
-def test_running_again_changes_nothing_and_more_steps_go_on(alone: Path) -> None:
+def test_a_second_run_changes_nothing_and_more_steps_continue_it(alone: Path) -> None:
     before = {file: file.read_bytes() for file in alone.glob("seed0/*/metrics.jsonl")}
     assert "STARE" in quickstart(alone)
     assert {file: file.read_bytes() for file in alone.glob("seed0/*/metrics.jsonl")} == before

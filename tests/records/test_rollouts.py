@@ -35,7 +35,7 @@ def test_sequences_become_arrays_of_nine_or_thirteen_bytes_a_token():
     assert not len(same.token_versions) and same.versions.tolist() == [2, 2, 2]
 
 
-def test_an_array_is_taken_as_it_is_or_copied_never_shared():
+def test_an_array_is_kept_or_copied_but_never_shared():
     ids = numpy.array([5, 6, 7], numpy.int32)
     found = rollout(response_ids=ids)
     ids[0] = 9
@@ -65,16 +65,16 @@ def test_other_numbers_and_lengths_are_refused(changes: dict[str, Any], message:
         rollout(**changes)
 
 
-def test_a_part_and_what_was_inserted_and_sampled_behind_it():
+def test_a_part_is_followed_by_inserted_and_sampled_tokens():
     part = rollout(token_versions=[1, 1, 1])
-    told = part.continued(Rollout.inserted([8, 9], "aborted", 2))
-    assert told.response_ids.tolist() == [5, 6, 7, 8, 9]
-    assert told.loss_mask.tolist() == [1, 0, 1, 0, 0] and told.logprobs[3:].tolist() == [0, 0]
-    assert told.versions.tolist() == [1, 1, 1, 2, 2] and told.weight_version == 2
+    longer = part.continued(Rollout.inserted([8, 9], "aborted", 2))
+    assert longer.response_ids.tolist() == [5, 6, 7, 8, 9]
+    assert longer.loss_mask.tolist() == [1, 0, 1, 0, 0] and longer.logprobs[3:].tolist() == [0, 0]
+    assert longer.versions.tolist() == [1, 1, 1, 2, 2] and longer.weight_version == 2
     nothing = Rollout.inserted((), "aborted", 7)
     assert nothing.continued(part).versions.tolist() == [1, 1, 1]
     assert part.continued(nothing).versions.tolist() == [1, 1, 1]
-    assert not told.without_loss(status="truncated").loss_tokens and told.loss_tokens == 2
+    assert not longer.without_loss(status="truncated").loss_tokens and longer.loss_tokens == 2
 
 
 @pytest.mark.parametrize(

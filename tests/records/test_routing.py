@@ -26,7 +26,7 @@ def test_choices_come_back(experts: int, size: int):
         shape.decoded(routing[1:])
 
 
-def test_a_part_that_goes_on_keeps_its_choices():
+def test_a_continued_part_keeps_its_choices():
     first = Rollout((1, 2), (0, 0), (1, 1), status="aborted", weight_version=3, routing=[4, 5])
     whole = first.continued(
         Rollout((3,), (0,), (1,), status="completed", weight_version=4, routing=[6])

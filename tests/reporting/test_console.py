@@ -29,7 +29,7 @@ def written(directory: Path, arms: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("count", [2, 9])
-def test_every_arm_is_there_with_its_figures(
+def test_the_console_shows_every_arm_with_its_figures(
     count: int,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

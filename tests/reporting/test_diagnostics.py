@@ -62,7 +62,7 @@ def test_a_number_that_is_not_finite_is_null(tmp_path):
     assert found.plain_change == 0.5
 
 
-def test_what_is_written_is_read_again(tmp_path):
+def test_written_diagnostics_are_read_back(tmp_path):
     write(tmp_path, WHOLE)
     write(tmp_path, dataclasses.replace(WHOLE, step=3))
     assert read(tmp_path, 12) == WHOLE
@@ -70,7 +70,7 @@ def test_what_is_written_is_read_again(tmp_path):
     assert steps(tmp_path / "none") == []
 
 
-def test_a_later_versions_field_is_left_out(tmp_path):
+def test_a_field_of_a_later_version_is_left_out(tmp_path):
     path = write(tmp_path, WHOLE)
     tree = json.loads(gzip.decompress(path.read_bytes()))
     tree["rollouts"][0]["mood"] = tree["mood"] = "fine"
@@ -79,7 +79,7 @@ def test_a_later_versions_field_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["cut", "flipped", "plain", "later", "unequal", "missing"])
-def test_what_cannot_be_read_is_named(tmp_path, fault):
+def test_unreadable_files_are_named(tmp_path, fault):
     path = write(tmp_path, WHOLE)
     content = path.read_bytes()
     tree = json.loads(gzip.decompress(content))

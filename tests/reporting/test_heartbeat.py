@@ -9,7 +9,7 @@ from megatron_stare.reporting import heartbeat
 PAUSE = 0.05
 
 
-def test_a_loop_that_only_waits_does_not_move():
+def test_a_waiting_loop_counts_as_stalled():
     motion = heartbeat.Motion()
     with heartbeat.waiting():
         motion.look()

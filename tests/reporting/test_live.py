@@ -33,7 +33,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
 
 
-def test_a_column_is_there_where_a_row_has_it():
+def test_a_column_exists_if_any_row_has_it():
     heading, *cells = drawn([row(1), row(2, weight_w=1.25)])
     assert heading == ["step", "entropy", "W", "reward"]
     assert cells == [["1", "0.490", "0.100"], ["2", "0.480", "1.25", "0.200"]]

@@ -24,7 +24,7 @@ def write_steps(directory: Path, steps: range, **constants: float) -> None:
             book.write(step, {"entropy": 0.1 * step, **constants})
 
 
-def test_what_is_written_is_read_back(tmp_path):
+def test_a_written_step_is_read_back(tmp_path):
     with Logbook(tmp_path) as book:
         book.write(1, {"entropy": torch.tensor(0.25), "gate": True, "note": "a", "k": np.int64(8)})
         on_disk = (tmp_path / "metrics.jsonl").read_bytes()
@@ -71,8 +71,8 @@ def test_a_full_disk_delays_rows_and_loses_none(tmp_path, capsys):
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         book.write(4, {"entropy": 0.5})
         assert [row["step"] for row in read_metrics(book.path)] == [1, 2, 3, 4]
-    told = capsys.readouterr().err
-    assert told.count("warning:") == 1 and "metrics wait in memory until" in told
+    printed = capsys.readouterr().err
+    assert printed.count("warning:") == 1 and "metrics wait in memory until" in printed
 
 
 def test_rows_that_were_never_written_are_counted_at_the_end(tmp_path, capsys):
@@ -87,7 +87,7 @@ def test_rows_that_were_never_written_are_counted_at_the_end(tmp_path, capsys):
     assert "metrics.jsonl lacks 2 steps" in capsys.readouterr().err
 
 
-def test_steps_only_go_up(tmp_path):
+def test_steps_increase(tmp_path):
     with Logbook(tmp_path) as book:
         book.write(5, {})
         for step in (5, 4):
@@ -164,7 +164,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("when", ["open", "write", "close"])
-def test_a_copy_that_fails_is_told_of_once_and_costs_no_line(tmp_path, capsys, when):
+def test_a_failing_tracker_is_reported_once_and_loses_no_line(tmp_path, capsys, when):
     tracker = Failing(when)
     with Logbook(tmp_path, trackers=[tracker]) as book:
         for step in (1, 2, 3):

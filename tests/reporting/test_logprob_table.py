@@ -25,7 +25,7 @@ def bin_of(position: int) -> int:
 
 
 @given(COLUMNS)
-def test_a_difference_is_that_of_a_naive_twin(rows):
+def test_differences_equal_the_naive_twin(rows):
     one = [numpy.array([pair[0] for pair in row], numpy.float32) for row in rows]
     other = [numpy.array([pair[1] for pair in row], numpy.float64) for row in rows]
     sizes, first = {}, None
@@ -67,8 +67,8 @@ def test_the_text_names_the_first_token_that_differs():
     responses = [numpy.array([7, 7, 7]), numpy.array([7, 8, 9])]
     pairs = [("decode", "trainer"), ("decode", "decode")]
     parity = Parity(columns, responses, pairs, {"prefill": 0.25}, ["a line of operations"])
-    told = text(parity, lambda token: f"<{token}>")
-    assert "decode - trainer: first apart at response 1, position 2, id 9 '<9>'" in told
-    assert "decode - decode: bitwise equal everywhere" in told
-    assert "likeliest token, prefill and trainer: another at 25.00% of the positions" in told
-    assert "83.3%" in told and "0.083" in told and "a line of operations" in told
+    shown = text(parity, lambda token: f"<{token}>")
+    assert "decode - trainer: first apart at response 1, position 2, id 9 '<9>'" in shown
+    assert "decode - decode: bitwise equal everywhere" in shown
+    assert "likeliest token, prefill and trainer: another at 25.00% of the positions" in shown
+    assert "83.3%" in shown and "0.083" in shown and "a line of operations" in shown

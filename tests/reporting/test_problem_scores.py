@@ -78,7 +78,7 @@ def test_majority_at_the_largest_subsets_stays_exact():
     )
 
 
-def test_many_responses_vote_all_together():
+def test_a_vote_includes_all_responses():
     votes = ((60, True), (50, False))
     assert majority_at_k(votes, 0, 110) == 1.0
     with pytest.raises(ValueError, match="k=8 with 110"):
@@ -88,7 +88,7 @@ def test_many_responses_vote_all_together():
             majority_at_k(votes, 0, k)
 
 
-def test_ks():
+def test_the_values_of_k_follow_the_sample_count():
     assert [ks(samples) for samples in (1, 2, 4, 6, 32)] == [
         [1],
         [1, 2],
@@ -125,7 +125,7 @@ def test_reflections_are_whole_words_in_either_case():
         st.sampled_from(["wait", "Wait", "ai", "let me", "check", " ", "\n", ",", "hmm", "\u00e9"])
     )
 )
-def test_reflections_are_what_one_pattern_finds(parts):
+def test_reflections_are_the_matches_of_one_pattern(parts):
     text, words = "".join(parts), ["wait", "let me check", "hmm", "wait wait"]
     pattern = r"(?<!\w)(?:let\s+me\s+check|wait\s+wait|wait|hmm)(?!\w)"
     assert count_reflections(text, words) == len(re.findall(pattern, text, re.IGNORECASE))
@@ -170,7 +170,7 @@ def test_without_any_answer_there_is_no_vote():
     assert numbers["avg_at_k"] == 0.5 and "avg_at_k_low" not in numbers
 
 
-def test_the_row_of_a_problem():
+def test_the_row_of_a_problem_has_its_scores():
     row = problem_row("aime", HARD)
     assert (row["set"], row["index"], row["copies"], row["label"]) == ("aime", 1, 3, "4")
     assert (row["correct"], row["wrong"], row["unverifiable"], row["k"]) == (1, 2, 1, 4)

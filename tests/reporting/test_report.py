@@ -10,7 +10,7 @@ from megatron_stare.reporting.logbook import Logbook
 from megatron_stare.reporting.report import write_report
 
 
-def test_one_run_has_its_page_beside_it_and_several_where_they_say(tmp_path):
+def test_the_page_of_one_run_is_in_its_directory_and_of_several_where_asked(tmp_path):
     one, other = write_run(tmp_path / "one", 3), write_run(tmp_path / "other", 3, loss="grpo_ds")
     assert write_report([one]) == one / "report.html"
     page = write_report([one, other], tmp_path / "deep" / "both.html")
@@ -22,7 +22,7 @@ def test_one_run_has_its_page_beside_it_and_several_where_they_say(tmp_path):
         write_report([one], one)
 
 
-def test_a_run_with_little_in_it(tmp_path):
+def test_a_run_with_few_files_has_a_report(tmp_path):
     with Logbook(tmp_path) as book:
         book.write(1, {"entropy": 0.3})
     with pytest.raises(UserError, match=r"config\.yaml"):
@@ -34,7 +34,7 @@ def test_a_run_with_little_in_it(tmp_path):
     assert "Seed 3" in page and "Target entropy" not in page and "pass@" not in page
 
 
-def test_nothing_names_what_is_missing(tmp_path):
+def test_an_empty_directory_is_refused_with_the_missing_file(tmp_path):
     with pytest.raises(UserError, match=r"neither metrics\.jsonl"):
         write_report([tmp_path])
     (tmp_path / "summary.json").write_text('{"seed": 0}')

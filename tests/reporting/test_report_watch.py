@@ -45,7 +45,7 @@ def test_the_page_changes_with_its_files_and_only_then(served):
     assert status == 503 and b"metrics.jsonl:1" in body
 
 
-def test_nothing_else_is_served_and_no_other_name(served):
+def test_only_the_page_is_served_and_only_under_its_name(served):
     _, serving = served
     for path in ("/metrics.jsonl", "/../config.yaml", "//etc/passwd", "/favicon.ico"):
         assert ask(serving, path)[0] == 404
@@ -53,7 +53,7 @@ def test_nothing_else_is_served_and_no_other_name(served):
     assert ask(serving, method="POST")[0] == 501
 
 
-def test_a_port_that_is_taken_and_a_directory_that_is_none(served, tmp_path):
+def test_a_taken_port_and_a_missing_directory_are_refused(served, tmp_path):
     directory, serving = served
     with pytest.raises(UserError, match="--port"):
         server([directory], serving.server_port)

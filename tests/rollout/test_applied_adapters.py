@@ -92,7 +92,7 @@ def test_a_version_without_its_adapters_is_refused(tmp_path: Path, topology: Top
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_samples_from_what_it_trains(
+def test_a_run_samples_from_the_weights_that_it_trains(
     workers: int, tmp_path: Path, topology: Topology
 ) -> None:
     """In this process and in a worker process."""

@@ -74,7 +74,7 @@ PLAIN = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=40)
 
 @pytest.mark.parametrize(("temperature", "packed"), [(1.0, True), (0.7, True), (0.7, False)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_equal_the_trainers(family, temperature, packed, checkpoints, alone):
+def test_log_probs_equal_those_of_the_trainer(family, temperature, packed, checkpoints, alone):
     config = Config(
         policy=PolicyConfig(
             hf_checkpoint=str(checkpoints[family]), max_tokens_per_gpu=200, packed_sequences=packed
@@ -149,7 +149,7 @@ def test_a_longer_limit_only_continues(checkpoints):
         assert other.response_ids[:5].tolist() == one.response_ids.tolist()
 
 
-def test_what_a_rollout_carries(checkpoints):
+def test_a_rollout_has_its_tokens_log_probs_and_version(checkpoints):
     engine, asked = engine_of(checkpoints["qwen2"]), requests(3)
     for rollout in generate(engine, asked, SamplingParams(1.0, 1.0, 6)):
         assert rollout.weight_version == 7
@@ -167,7 +167,7 @@ def in_background(engine, asked, params):
 
 
 @pytest.mark.parametrize("everything", [False, True])
-def test_aborted_requests_keep_what_they_had(checkpoints, everything):
+def test_aborted_requests_keep_their_tokens(checkpoints, everything):
     engine, asked = engine_of(checkpoints["qwen2"]), requests(6)
     whole = generate(engine, asked, PLAIN)
     with engine._weights:  # no token is decoded while another thread holds the weights
@@ -325,7 +325,7 @@ def logprobs_of(checkpoint, scale, request, rollout):
     return before.gather(-1, torch.tensor(rollout.response_ids)[:, None])[:, 0]
 
 
-def test_weights_replaced_between_two_tokens_are_told_apart(checkpoints, monkeypatch):
+def test_every_token_has_the_version_of_its_weights(checkpoints, monkeypatch):
     """Every token's log-prob is that of the weights its version names,
     on all that stands before it.
     """
@@ -368,11 +368,11 @@ def test_weights_replaced_between_two_tokens_are_told_apart(checkpoints, monkeyp
             if len(scales) > 1 and version != 7:
                 other = logprobs_of(checkpoints["qwen2"], 1.0, request, rollout)
                 assert (expected[mine] - other[mine]).abs().max() > 1e-4, (
-                    "the check tells versions apart"
+                    "the check distinguishes versions"
                 )
 
 
-def test_a_part_is_continued_as_if_it_had_never_been_ended(checkpoints):
+def test_a_continued_part_equals_an_uninterrupted_response(checkpoints):
     engine, asked = engine_of(checkpoints["qwen2"]), requests(6)
     whole = generate(engine, asked, PLAIN)
     parts = []

@@ -21,12 +21,12 @@ def test_no_two_samples_share_a_seed():
     assert len({number % 2**32 for number in far}) == 4
 
 
-def test_words_are_told_apart():
+def test_seeds_depend_on_every_word():
     assert seed_number((1, 23, 4)) != seed_number((12, 3, 4))
     assert seed_number((0, 1, 4)) != seed_number((1, 0, 4))
     assert seed_number((-1, 4)) != seed_number((255, 4))
 
 
-def test_the_numbers_of_a_run_are_what_they_were():
+def test_seeds_never_change_between_versions():
     """A run that is continued by a later version must not draw other numbers."""
     assert seed_number((0, 0, 0, 0)) == 6229990121472182273

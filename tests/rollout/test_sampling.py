@@ -75,7 +75,7 @@ def test_greedy_takes_the_first_of_the_likeliest():
     torch.testing.assert_close(logprob_B, torch.log_softmax(logits_BV, -1)[[0, 1], [1, 0]])
 
 
-def test_of_equal_tokens_top_k_keeps_the_first():
+def test_top_k_keeps_the_first_of_equal_tokens():
     uniform_B = (torch.arange(90, dtype=torch.float64) + 0.5) / 90
     token_B, _ = sample(torch.zeros(90, 9), uniform_B, 1.0, 1.0, 3)
     assert torch.bincount(token_B, minlength=9).tolist() == [30, 30, 30, *[0] * 6]
@@ -92,14 +92,14 @@ def test_the_ends_of_the_unit_interval_give_possible_tokens(uniform, top_p):
     assert torch.isfinite(logprob_B).all()
 
 
-def test_the_log_prob_is_that_of_the_whole_distribution():
+def test_log_probs_are_of_the_whole_distribution():
     logits_BV = torch.tensor([[1.0, 0.0, -1.0]])
     _, logprob_B = sample(logits_BV, torch.zeros(1, dtype=torch.float64), 2.0, 0.1)
     torch.testing.assert_close(logprob_B, torch.log_softmax(logits_BV / 2, -1)[:, 0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_many_sequences_get_what_each_would_get_alone(temperature):
+def test_a_sequence_samples_the_same_in_any_batch(temperature):
     generator = torch.Generator().manual_seed(4)
     count = 2 * ROWS + 3
     logits_BV = 3 * torch.randn(count, 600, generator=generator)

@@ -66,10 +66,10 @@ def test_unverifiable_rollouts_are_in_no_statistic():
     """A single verified rollout has no other to compare with; without a comparison it counts."""
     mixed = group([1, None, 0], verdicts=("correct", "unverifiable", "wrong"))
     lonely = group([1, None], verdicts=("correct", "unverifiable"))
-    nobody = group([None, None], verdicts=("unverifiable",) * 2)
-    found = advantages(mixed, lonely, nobody, advantage="rloo")
+    unjudged = group([None, None], verdicts=("unverifiable",) * 2)
+    found = advantages(mixed, lonely, unjudged, advantage="rloo")
     assert found == [[1.0, 0.0, -1.0], [0.0, 0.0], [0.0, 0.0]]
-    found = advantages(mixed, lonely, nobody, advantage="w_reinf")
+    found = advantages(mixed, lonely, unjudged, advantage="w_reinf")
     assert found == [[0.1, 0.0, -1.0], [0.1, 0.0], [0.0, 0.0]]
 
 
@@ -86,14 +86,14 @@ def test_a_greedy_baseline_is_taken_from_its_groups_rewards():
     assert found == [[0.0, -1.0], [1.0], [0.0, 0.0]]
 
 
-def test_right_is_what_the_verdict_says():
+def test_correctness_comes_from_the_verdict():
     """A format bonus makes no wrong answer right; without a verdict the reward's sign decides."""
     bonus = group([0.1, 0.9], verdicts=("wrong", "correct"))
     assert advantages(bonus, advantage="w_reinf") == [[-1.0, 0.1]]
     assert advantages(group([0.1, 0.0]), advantage="w_reinf") == [[0.1, -1.0]]
 
 
-def test_what_the_estimator_leaves_out_has_no_loss_token():
+def test_rollouts_excluded_by_the_estimator_have_no_loss_token():
     (judged,) = with_advantages([group([1, 0, 1], 2)], ScoringConfig(advantage="nsr"))
     assert [rollout.loss_tokens for rollout in judged.rollouts] == [0, 2, 0]
     assert [rollout.advantage for rollout in judged.rollouts] == [0.0, -1.0, 0.0]

@@ -66,7 +66,7 @@ def test_advantages_are_those_of_all_visits(options, tmp_path: Path, topology: T
 
 
 @pytest.mark.parametrize("options", [(), (ONE_OFF,)], ids=["rounds", "one off"])
-def test_a_run_that_was_stopped_repeats_the_whole_one(
+def test_a_stopped_run_repeats_an_uninterrupted_one(
     options, tmp_path: Path, topology: Topology
 ) -> None:
     on_few_prompts(tmp_path)
@@ -74,9 +74,7 @@ def test_a_run_that_was_stopped_repeats_the_whole_one(
 
 
 @pytest.mark.parametrize("options", [(), (CONTINUE, OVER)], ids=["rounds", "stream"])
-def test_a_step_that_was_not_finished_is_no_visit(
-    options, tmp_path: Path, topology: Topology
-) -> None:
+def test_an_unfinished_step_is_not_a_visit(options, tmp_path: Path, topology: Topology) -> None:
     run = Trainer(on_few_prompts(tmp_path, *options), topology)
     run.train_step()
     before = run.collector.state()["history"]

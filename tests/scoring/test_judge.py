@@ -65,7 +65,7 @@ def test_a_weighted_sum_shows_its_parts() -> None:
     )
 
 
-def test_what_cannot_be_judged_is_masked_and_not_zero(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unverifiable_rollout_is_masked_and_not_zero(capsys: pytest.CaptureFixture[str]) -> None:
     settings = scoring(f"reward={CASES}.picky")
     bad, good = judge(settings, rollout("x"), rollout("1"))
     assert (bad.reward, bad.verdict, tuple(bad.loss_mask), bad.advantage) == (
@@ -231,7 +231,9 @@ def test_a_group_without_a_loss_token_has_no_signal() -> None:
         (["overlong_buffer_len=11"], "exceeds rollout.rollout_max_response_len=10"),
     ],
 )
-def test_what_cannot_work_is_refused_before_any_sample(overrides: list[str], message: str) -> None:
+def test_impossible_settings_are_refused_before_any_sample(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         judge(scoring(*overrides))
 

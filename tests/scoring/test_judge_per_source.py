@@ -98,7 +98,7 @@ def test_the_answers_of_a_data_set_are_compared_by_its_reward(judge: Judge) -> N
         (["scoring.reward=per_source", "scoring.per_source={a: episode}"], "there is none; set"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(overrides: list[str], message: str) -> None:
+def test_impossible_settings_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         override(Config(), overrides)
 

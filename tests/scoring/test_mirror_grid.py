@@ -50,7 +50,7 @@ def honest_walk(start: grid.State, rng: random.Random, moves: int) -> tuple[str,
     return written + ".", here
 
 
-def test_moves_agree_with_the_naive_ones_on_every_state():
+def test_moves_equal_the_twin_on_every_state():
     for state, (move, naive) in itertools.product(STATES, NAIVE_MOVES.items()):
         x, y = naive(*state)
         expected = (x, y) if 0 <= x <= 9 and 0 <= y <= 9 else None
@@ -87,7 +87,7 @@ def test_counts_are_those_of_the_reference():
     assert len(set(pairs)) == len(pairs) and all(start != target for start, target in pairs)
 
 
-def test_kinds_mean_what_they_say():
+def test_easy_and_hard_follow_from_reachability():
     """EASY: reachable in eight moves without r and f;
     HARD: not, but with them. By sets of reachable states.
     """
@@ -136,7 +136,7 @@ def test_honest_walks_are_right_up_to_eight_moves(seed, moves, start):
     st.integers(0, 30),
     st.sampled_from("0123456789enswrf>:. x"),
 )
-def test_one_changed_character_is_judged_as_by_the_naive_verifier(seed, moves, at, character):
+def test_one_changed_character_is_judged_as_by_the_twin(seed, moves, at, character):
     rng = random.Random(seed)
     start = rng.choice(STATES)
     response, end = honest_walk(start, rng, moves)
@@ -157,7 +157,7 @@ def test_one_changed_character_is_judged_as_by_the_naive_verifier(seed, moves, a
         (" e44.", "34>44", 0.0),
         ("e45.", "34>45", 0.0),  # an untrue state
         ("w94.", "04>94", 0.0),  # no wrap-around
-        ("e44e54.", "34>44", 0.0),  # goes on past the target
+        ("e44e54.", "34>44", 0.0),  # continues past the target
         ("e44w34.", "34>34", 1.0),
         ("r43.", "34>43", 1.0),
         ("f64.", "34>64", 1.0),

@@ -90,7 +90,7 @@ def test_every_form_judges_by_the_names_of_its_parameters(function: Any) -> None
     ]
 
 
-def test_none_of_trl_is_no_reward() -> None:
+def test_none_from_a_trl_function_is_unverifiable() -> None:
     (found,) = LocalVerifier(adapted(trl_not_applicable)).judge([RIGHT])
     assert found.value is None and "returned None" in found.reason
 
@@ -103,7 +103,7 @@ def test_an_error_inside_of_a_trl_function_is_its_own() -> None:
     assert found.value is None and "TypeError: unsupported operand" in found.reason
 
 
-def test_a_setting_of_slime_is_named() -> None:
+def test_the_setting_of_slime_is_named() -> None:
     def reward(args, sample):
         return args.rm_url
 

@@ -107,14 +107,14 @@ def test_a_crash_costs_its_group_alone() -> None:
 
 
 @pytest.mark.parametrize("timeout", [20, 0])
-def test_another_number_of_rewards_is_none(timeout: int) -> None:
+def test_a_wrong_number_of_rewards_is_unverifiable(timeout: int) -> None:
     group = [Sample(text, "", {"returned": 2}, "p") for text in ("a", "b", "c")]
     found = pooled(group, f"scoring.function_timeout={timeout}")
     assert [one.value for one in found] == [None] * 3
     assert "it returned 2 for 3 responses; return a list" in found[0].reason
 
 
-def test_a_number_for_a_group_is_none() -> None:
+def test_one_number_for_a_group_is_unverifiable() -> None:
     (found, _) = LocalVerifier(adapted(lambda responses: 1.0)).judge(SAMPLES[::2][:2])
     assert found.value is None and "it returned float for 2 responses" in found.reason
 

@@ -73,7 +73,7 @@ def test_verdicts_come_in_order_from_persistent_processes(pool: VerifierPool) ->
     } <= first
 
 
-def test_nothing_runs_before_the_first_sample() -> None:
+def test_no_process_runs_before_the_first_sample() -> None:
     with pool_of() as pool:
         assert pool.judge("obedient", []) == [] and pool.pids() == []
 
@@ -118,7 +118,7 @@ def test_a_fault_that_does_not_come_again_costs_one_process(tmp_path: Path, orde
         ("allocate", 30.0, "exit code 77"),
     ],
 )
-def test_time_or_memory_that_a_response_uses_up_makes_it_wrong_at_the_first_kill(
+def test_a_response_that_exhausts_time_or_memory_is_wrong_at_the_first_kill(
     order: str, deadline: float, reason: str
 ) -> None:
     with pool_of(deadline=deadline) as pool:
@@ -185,7 +185,7 @@ def test_an_exception_is_unverifiable_without_a_kill(pool: VerifierPool) -> None
     assert after.verdict == before[0].verdict == "correct"
 
 
-def test_what_a_verifier_prints_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_a_verifier_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     with pool_of() as pool:
         obey(pool, "print")
     out, err = capfd.readouterr()
@@ -233,7 +233,7 @@ def test_close_in_mid_sample_leaves_no_process_and_no_waiting_caller() -> None:
         obey(pool, "right")
 
 
-def test_what_a_verifier_started_dies_with_it() -> None:
+def test_the_children_of_a_verifier_die_with_it() -> None:
     name = f"of-{os.getpid()}-{time.time_ns()}"
     with pool_of(deadline=2.0) as pool:
         obey(pool, "leave a child", label=name)
@@ -312,6 +312,6 @@ def test_a_process_that_is_killed_before_its_first_sample_is_started_again(
     assert killed(tmp_path) == kills
 
 
-def test_metadata_that_no_process_can_take_is_an_error(pool: VerifierPool) -> None:
+def test_metadata_that_cannot_be_sent_to_a_process_is_an_error(pool: VerifierPool) -> None:
     with pytest.raises(UserError, match="pickle"):
         pool.judge("obedient", [Sample("right", "right", {"function": lambda: 0})])

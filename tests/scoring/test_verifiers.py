@@ -128,7 +128,7 @@ def test_the_config_knows_every_script() -> None:
     assert set(config_settings()["scoring.language"].choices) == set(SCRIPTS)
 
 
-def test_the_overlong_penalty_is_dapos() -> None:
+def test_the_overlong_penalty_equals_that_of_dapo() -> None:
     lengths = {0: 0.0, 16384: 0.0, 17408: -0.25, 18432: -0.5, 20480: -1.0, 30000: -1.0}
     for length, penalty in lengths.items():
         assert soft_overlong_penalty(length, 20480, 4096) == penalty
@@ -161,7 +161,7 @@ class Unready:
 @pytest.mark.parametrize(
     "result", [None, float("nan"), float("inf"), "yes", [1], 10**400, Unready()]
 )
-def test_what_is_no_number_is_unverifiable(result: object) -> None:
+def test_a_reward_that_is_not_a_number_is_unverifiable(result: object) -> None:
     assert as_verdict(result).verdict == "unverifiable" and as_verdict(result).reason
 
 

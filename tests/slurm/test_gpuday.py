@@ -22,7 +22,7 @@ def test_a_node_is_accepted_by_a_job(cluster):
 
 
 @pytest.mark.slow  # up to ten minutes
-def test_two_nodes_are_accepted_and_a_run_moves_on(cluster):
+def test_two_nodes_are_accepted_by_k10(cluster):
     """K10, started where jobs are submitted."""
     place = cluster.folder / "submitted"
     python = ROOT / ".venv" / "bin" / "python"

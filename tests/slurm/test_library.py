@@ -167,7 +167,7 @@ def test_servers_are_tasks_of_their_own_nodes_with_gpus_of_their_own(tmp_path):
     assert train[-2:] == ["rollout.engine=sglang", f"sglang.urls=[{','.join(urls)}]"]
 
 
-def test_the_size_of_a_server_is_the_recipes_or_the_runs(tmp_path):
+def test_the_size_of_a_server_comes_from_the_recipe_or_the_run(tmp_path):
     """One of eight GPUs by the recipe, of four by an override; never a default of the scripts."""
     for name, overrides, each in (("recipe", (), 8), ("run", ("sglang.gpus_per_server=4",), 4)):
         folder = tmp_path / name

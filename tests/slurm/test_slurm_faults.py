@@ -1,4 +1,4 @@
-"""The flight simulator: a run on real Slurm, with real servers too, through every fault in turn. At
+"""A run on real Slurm, with real servers too, through every fault in turn. At
 the end no sample is lost or used twice, and on the repeatable engine the weights are a calm run's.
 """
 
@@ -20,7 +20,7 @@ from tests.paths import ROOT
 from tests.rollout.sglang.proxy import Proxy
 from tests.rollout.sglang.world import start_server, wait_for
 from tests.slurm.cluster import SLOWNESS, Cluster, Job, Run
-from tests.slurm.flight import Flight, Survived, script, trained_groups
+from tests.slurm.trial import Survived, Trial, script, trained_groups
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 SEED, EVERY = 7, 3
@@ -30,7 +30,7 @@ ALL_STEPS = ("run.record=all", "run.keep_last=3", "run.save_interval=1", "run.ha
 @pytest.fixture(scope="module")
 def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A separate cluster, whose nodes see a disk of 400 MiB for the runs."""
-    cluster = Cluster(tmp_path_factory.mktemp("flight"))
+    cluster = Cluster(tmp_path_factory.mktemp("trial"))
     disk = cluster.folder / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(disk)], check=True)
@@ -43,7 +43,7 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def origin(field: Cluster) -> Path:
-    """The configuration of a short run, whose first weights all flights begin with."""
+    """The configuration of a short run, whose first weights all trials begin with."""
     job, run = field.train("origin", "--nodes=1", "train.num_rollout=1")
     job.ended()
     return run.arm / "config.yaml"
@@ -55,49 +55,49 @@ def submitted(field: Cluster, origin: Path, name: str, nodes: int, *overrides: s
     return field.submit(options, "train", *words, *ALL_STEPS, *overrides, **{SLOWNESS: "0.1"})
 
 
-def flown(field: Cluster, origin: Path, name: str, nodes: int, *overrides: str) -> Flight:
+def started(field: Cluster, origin: Path, name: str, nodes: int, *overrides: str) -> Trial:
     run = Run(field.folder / "disk" / name, arm="")
-    return Flight(field, run, lambda: submitted(field, origin, name, nodes, *overrides))
+    return Trial(field, run, lambda: submitted(field, origin, name, nodes, *overrides))
 
 
-def preemption(flight: Flight) -> None:
+def preemption(trial: Trial) -> None:
     urgent = "--nodes=3 --partition=urgent --output=/dev/null --wrap=hostname"
-    flight.cluster.call("sbatch", *urgent.split())
+    trial.cluster.call("sbatch", *urgent.split())
 
 
-def time_limit(flight: Flight) -> None:
-    hours, minutes, _ = (int(part) for part in flight.job["RunTime"].split(":"))
-    number, before = f"JobId={flight.job.number}", flight.job["Restarts"]
-    flight.cluster.call("scontrol", "update", number, f"TimeLimit={hours * 60 + minutes + 10}")
-    flight.job.until(lambda: flight.job["Restarts"] != before)
-    flight.cluster.call("scontrol", "update", number, "TimeLimit=600")
+def time_limit(trial: Trial) -> None:
+    hours, minutes, _ = (int(part) for part in trial.job["RunTime"].split(":"))
+    number, before = f"JobId={trial.job.number}", trial.job["Restarts"]
+    trial.cluster.call("scontrol", "update", number, f"TimeLimit={hours * 60 + minutes + 10}")
+    trial.job.until(lambda: trial.job["Restarts"] != before)
+    trial.cluster.call("scontrol", "update", number, "TimeLimit=600")
 
 
-def lost_node(flight: Flight) -> None:
-    victim, before = second_node(flight), flight.job["Restarts"]
-    flight.cluster.program("kill-node", victim)
-    flight.job.until(lambda: flight.job["Restarts"] != before)
-    flight.cluster.program("start-node", victim)
+def lost_node(trial: Trial) -> None:
+    victim, before = second_node(trial), trial.job["Restarts"]
+    trial.cluster.program("kill-node", victim)
+    trial.job.until(lambda: trial.job["Restarts"] != before)
+    trial.cluster.program("start-node", victim)
 
 
-def killed_rank(flight: Flight) -> None:
-    flight.cluster.signal_rank(flight.job, 1, second_node(flight), "KILL")
+def killed_rank(trial: Trial) -> None:
+    trial.cluster.signal_rank(trial.job, 1, second_node(trial), "KILL")
 
 
-def hung_rank(flight: Flight) -> None:
-    flight.cluster.signal_rank(flight.job, 1, second_node(flight), "STOP")
+def hung_rank(trial: Trial) -> None:
+    trial.cluster.signal_rank(trial.job, 1, second_node(trial), "STOP")
 
 
-def full_disk(flight: Flight) -> None:
-    filler, step = fill(flight.cluster.folder / "disk", 256 << 10), len(flight.run.rows())
-    flight.until_step(step + 1)
+def full_disk(trial: Trial) -> None:
+    filler, step = fill(trial.cluster.folder / "disk", 256 << 10), len(trial.run.rows())
+    trial.until_step(step + 1)
     filler.unlink()
 
 
-def damaged_checkpoint(flight: Flight) -> None:
-    flight.cluster.call("scancel", flight.job.number)
-    flight.job.until(lambda: flight.job["JobState"] == "CANCELLED")
-    newest = sorted((flight.run.directory / "checkpoints").glob("step_*"))[-1]
+def damaged_checkpoint(trial: Trial) -> None:
+    trial.cluster.call("scancel", trial.job.number)
+    trial.job.until(lambda: trial.job["JobState"] == "CANCELLED")
+    newest = sorted((trial.run.directory / "checkpoints").glob("step_*"))[-1]
     largest = max(newest.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
 
@@ -111,14 +111,14 @@ FAULTS = {
 }
 
 
-def second_node(flight: Flight) -> str:
+def second_node(trial: Trial) -> str:
     """The node of the job on which its script does not run."""
-    named = flight.cluster.call("scontrol", "show", "hostnames", flight.job["NodeList"])
-    return next(node for node in named.split() if node != flight.job["BatchHost"])
+    named = trial.cluster.call("scontrol", "show", "hostnames", trial.job["NodeList"])
+    return next(node for node in named.split() if node != trial.job["BatchHost"])
 
 
-def told(survived: list[Survived]) -> list[str]:
-    return [f"flight, seed {SEED}: {each}" for each in survived]
+def reported(survived: list[Survived]) -> list[str]:
+    return [f"trial, seed {SEED}: {each}" for each in survived]
 
 
 def exported(run: Path, target: Path) -> dict[str, bytes]:
@@ -134,22 +134,22 @@ def assert_all_are_used_once(steps: dict[int, list[Group]], prompts: int, sample
     assert all(len(group.rollouts) == samples for step in steps.values() for group in step)
 
 
-def test_through_every_fault_the_weights_are_a_calm_runs(field, origin, figures):
+def test_after_every_fault_the_weights_equal_those_of_a_calm_run(field, origin, figures):
     events = script(SEED, sorted(FAULTS), 2, EVERY)
     steps = events[-1].step + EVERY
     more = (f"train.num_rollout={steps}", "rollout.dynamic_sampling=false")
-    calm = flown(field, origin, "calm", 2, *more)
-    calm.fly([], {}, steps)
-    flight = flown(field, origin, "stormy", 2, *more)
-    figures += told(flight.fly(events, FAULTS, steps))
-    assert flight.run.rows() == calm.run.rows()
+    calm = started(field, origin, "calm", 2, *more)
+    calm.run_through([], {}, steps)
+    trial = started(field, origin, "stormy", 2, *more)
+    figures += reported(trial.run_through(events, FAULTS, steps))
+    assert trial.run.rows() == calm.run.rows()
     folders = [field.folder / name for name in ("calm_hf", "stormy_hf")]
-    pairs = zip((calm, flight), folders, strict=True)
+    pairs = zip((calm, trial), folders, strict=True)
     one, other = (exported(each.run.directory, folder) for each, folder in pairs)
     assert one and one == other
     config = load(origin)
     samples, batch = config.rollout.n_samples_per_prompt, config.rollout.rollout_batch_size
-    ours, theirs = trained_groups(flight.run.directory), trained_groups(calm.run.directory)
+    ours, theirs = trained_groups(trial.run.directory), trained_groups(calm.run.directory)
     assert_all_are_used_once(theirs, steps * batch, samples)
     # A full disk costs the record of a step, and the figures of it are the calm run's.
     assert len(ours) >= steps - 2
@@ -167,20 +167,20 @@ def test_through_every_fault_of_its_servers_no_sample_is_lost_or_used_twice(
         wait_for(servers, model, AutoTokenizer.from_pretrained(model))
         proxies = [stack.enter_context(contextlib.closing(Proxy(each.port))) for each in servers]
 
-        def killed_server(flight: Flight) -> None:
+        def killed_server(trial: Trial) -> None:
             port = servers[0].port
             servers[0].stop(at_once=True)
             servers[0] = start_server(model, tmp_path / "server_0_again.txt", port)
 
-        def slow_link(flight: Flight) -> None:
+        def slow_link(trial: Trial) -> None:
             proxies[1].delay = 2.0
-            flight.until_step(len(flight.run.rows()) + 1)
+            trial.until_step(len(trial.run.rows()) + 1)
             proxies[1].delay = 0.0
 
-        def corrupt_sync(flight: Flight) -> None:
+        def corrupt_sync(trial: Trial) -> None:
             proxies[0].faults["/update_weights_from_tensor"] = ["corrupt"]
 
-        def broken_connections(flight: Flight) -> None:
+        def broken_connections(trial: Trial) -> None:
             proxies[1].faults["/generate"] = ["reset", "garbage", 503, "reset"]
 
         faults = {
@@ -197,12 +197,12 @@ def test_through_every_fault_of_its_servers_no_sample_is_lost_or_used_twice(
             "sglang.sync_method=tensor",
             "sglang.health_interval=1",
         )
-        flight = flown(field, origin, "served", 1, *more)
-        figures += told(flight.fly(events, faults, steps))
+        trial = started(field, origin, "served", 1, *more)
+        figures += reported(trial.run_through(events, faults, steps))
         assert not any(proxy.faults.get(path) for proxy in proxies for path in proxy.faults)
-    rows = flight.run.rows()
+    rows = trial.run.rows()
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert max(row["engine_corrupt_syncs"] for row in rows) == 1
-    config = load(flight.run.directory / "config.yaml")
+    config = load(trial.run.directory / "config.yaml")
     samples, batch = config.rollout.n_samples_per_prompt, config.rollout.rollout_batch_size
-    assert_all_are_used_once(trained_groups(flight.run.directory), steps * batch, samples)
+    assert_all_are_used_once(trained_groups(trial.run.directory), steps * batch, samples)

@@ -27,7 +27,7 @@ def resumed(cluster: Cluster, job: Job, run: Run, calm: Run, what: str) -> None:
     assert "stare   1/10" not in started and "stare  10/10" in started
 
 
-def test_one_node_trains_what_two_nodes_train(cluster, calm):
+def test_one_node_trains_as_two_nodes_do(cluster, calm):
     job, run = cluster.train("one", "--nodes=1")
     job.ended()
     assert "trainers: n1;" in job.text
@@ -64,7 +64,7 @@ def test_a_run_at_its_time_limit_is_requeued_and_resumes_exactly(cluster, calm):
     resumed(cluster, job, run, calm, "time limit")
 
 
-def test_a_run_that_loses_a_node_goes_on_with_another(cluster, calm):
+def test_a_run_that_loses_a_node_continues_on_another(cluster, calm):
     job, run = cluster.train("lost", AT_ONCE, **{SLOWNESS: "0.1"})
     job.until(run.has(2))
     assert job["NodeList"] == "n[1-2]"

@@ -37,7 +37,7 @@ def test_small_tensors_are_counted_and_large_ones_sampled() -> None:
     assert abs(found - share) < 5 * deviation
 
 
-def test_columns_are_not_taken_for_the_whole() -> None:
+def test_sampled_columns_are_scaled_to_the_whole() -> None:
     """One column of a matrix with 61 * 2^k rows' worth of elements: about its share is found."""
     matrix, sample = torch.zeros(1024, 1024), ChangeSampler()
     sample.note([("matrix", matrix)])

@@ -54,7 +54,7 @@ def test_a_users_files_in_sync_directory_are_left_alone(
     assert [entry.name for entry in place.iterdir()] == ["thesis"], "what it wrote is gone"
 
 
-def test_what_a_killed_life_left_is_removed_by_the_next(
+def test_files_of_a_killed_attempt_are_removed_by_the_next(
     pool: SGLangPool, place: Path, tmp_path: Path
 ):
     transport(pool, tmp_path).send(WeightBucket([*BUCKET, ("b", torch.ones(2))]), [], None)
@@ -71,7 +71,7 @@ def test_two_runs_do_not_share_a_directory(pool: SGLangPool, tmp_path: Path):
 
 
 @pytest.mark.parametrize("taken_by", ["directory", "link", "file"])
-def test_what_has_no_marker_is_refused_and_stays(
+def test_a_directory_without_a_marker_is_refused_and_kept(
     taken_by: str, pool: SGLangPool, place: Path, tmp_path: Path
 ):
     disk = transport(pool, tmp_path)
@@ -90,7 +90,7 @@ def test_what_has_no_marker_is_refused_and_stays(
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
-def test_weights_on_disk_are_for_whom_the_umask_says(
+def test_weights_on_disk_have_the_permissions_of_the_umask(
     umask: int, mode: int, pool: SGLangPool, tmp_path: Path
 ):
     """safetensors writes for its own user alone; a server may run as another."""

@@ -32,7 +32,7 @@ SETTINGS = (
 
 
 def share(rank: int, world_size: int, directory: Path, url: str) -> None:
-    """Release, and new weights; each rank tells the server when it has given its memory back."""
+    """Release, and new weights; each rank reports its released memory."""
     release = served_engine.release_workspaces
 
     def give_back() -> None:
@@ -54,7 +54,7 @@ def share(rank: int, world_size: int, directory: Path, url: str) -> None:
         engine.close()
 
 
-def test_waiting_for_servers_that_do_nothing_is_no_movement(
+def test_waiting_for_idle_servers_counts_as_stalled(
     tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer is one, and so is a server that died and is being looked for."""

@@ -1,4 +1,4 @@
-"""Weights that trainer and servers share: who hands what to whom, and when it is let go."""
+"""Weights in memory of trainer and servers: which rank sends which part, and its release."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ RANKS = [NodePlacement(A, [True, True, False])] * 4 + [NodePlacement(B, [True, F
 WEIGHTS = [(f"w{number}", torch.full((4,), float(number))) for number in range(5)]
 
 
-def seat(first_gpu: int = 0, size: int = 1, nodes: int = 1) -> ServerPlacement:
+def placed(first_gpu: int = 0, size: int = 1, nodes: int = 1) -> ServerPlacement:
     return ServerPlacement("http://server:1", first_gpu, size, nodes)
 
 
 @pytest.mark.parametrize(
     ("number", "place", "expected"),
     [
-        (0, seat(size=4), [0, 1, 2, 3]),  # loopback: rank 0's node
-        (1, seat(first_gpu=2, size=2), [2, 3]),
-        (2, seat(size=4), [4, 5, 6, 7]),
-        (2, seat(first_gpu=3), [7]),
-        (2, seat(size=8), [4, 5, 6, 7] * 2),  # more GPUs than ranks train on
+        (0, placed(size=4), [0, 1, 2, 3]),  # loopback: rank 0's node
+        (1, placed(first_gpu=2, size=2), [2, 3]),
+        (2, placed(size=4), [4, 5, 6, 7]),
+        (2, placed(first_gpu=3), [7]),
+        (2, placed(size=8), [4, 5, 6, 7] * 2),  # more GPUs than ranks train on
     ],
 )
 def test_a_server_is_given_memory_of_its_own_node_and_gpu(number, place, expected):
@@ -48,7 +48,7 @@ def test_a_server_is_given_memory_of_its_own_node_and_gpu(number, place, expecte
 
 @pytest.mark.parametrize(
     ("number", "place", "words"),
-    [(0, seat(), "is on no node of this run"), (1, seat(nodes=2), "spans 2 nodes")],
+    [(0, placed(), "is on no node of this run"), (1, placed(nodes=2), "spans 2 nodes")],
 )
 def test_a_server_that_cannot_open_handles_is_refused(number, place, words):
     ranks = [NodePlacement(A, [False, True])]
@@ -58,7 +58,7 @@ def test_a_server_that_cannot_open_handles_is_refused(number, place, words):
 
 def test_this_machines_addresses_are_known():
     assert _is_here("http://127.0.0.1:30000") and _is_here("http://localhost")
-    assert not _is_here("http://192.0.2.1:30000"), "an address of no one (RFC 5737)"
+    assert not _is_here("http://192.0.2.1:30000"), "an unused address (RFC 5737)"
     assert not _is_here("http://no-such-host.invalid")
 
 
@@ -71,7 +71,7 @@ def hand_out(rank: int, world_size: int) -> list[Any]:
     ]
 
 
-def test_every_rank_brings_what_it_owes_and_the_parts_are_those_of_one_rank():
+def test_every_rank_sends_its_parts_and_they_equal_those_of_one_rank():
     plain = [(part.tensors, part.last) for part in in_buckets(iter(WEIGHTS), 32)]
     for seen in run_distributed(hand_out, 2):
         assert [names for names, _, _ in seen] == [[n for n, _ in bucket] for bucket, _ in plain]

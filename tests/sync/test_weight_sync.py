@@ -77,9 +77,9 @@ def update_group(pool: SGLangPool, members: Any) -> UpdateGroup:
     return group
 
 
-def test_a_bucket_is_on_its_way_while_the_next_is_gathered_and_none_is_kept(tmp_path: Path) -> None:
+def test_a_bucket_is_sent_while_the_next_is_gathered_and_none_is_kept(tmp_path: Path) -> None:
     """Each of the tensors fills a bucket, which goes when the next one has come: when the third is
-    asked for, the first is on its way and in nobody's memory but the room that it is sent from.
+    asked for, the first is on its way and only in the buffer that it is sent from.
     """
     group, values, freed = Group(), [], []
 
@@ -155,7 +155,7 @@ def test_a_server_that_dies_in_mid_broadcast_leaves_neither_its_bucket_nor_the_g
         assert failure is not None and transport.group is None
 
 
-def test_an_abort_that_does_not_return_is_not_waited_for(
+def test_the_wait_for_an_abort_is_bounded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broadcast, "ABORT_SECONDS", 0.01)
@@ -178,7 +178,7 @@ NCCL_FAULTS: dict[str, tuple[Exception | None, str]] = {
 
 @pytest.mark.parametrize("fault", NCCL_FAULTS)
 @pytest.mark.parametrize("stage", ["forming", "first tensor", "later"])
-def test_whatever_fails_before_nccl_brought_a_tensor_leaves_it_for_gloo(
+def test_a_failure_before_the_first_nccl_tensor_falls_back_to_gloo(
     stage: str,
     fault: str,
     tmp_path: Path,

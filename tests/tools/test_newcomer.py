@@ -66,7 +66,9 @@ prints
         ("    export A=1; exit 3\n", "the shell ended"),
     ],
 )
-def test_a_reader_is_stuck(shell: newcomer.Shell, page: str, why: str) -> None:
+def test_the_reader_stops_at_a_command_that_fails(
+    shell: newcomer.Shell, page: str, why: str
+) -> None:
     with pytest.raises(newcomer.Stuck, match=why):
         list(newcomer._read(shell, "a.md", page, []))
 

@@ -12,7 +12,7 @@ from megatron_stare.collect.workers.process_worker import _rollouts
 from tests.collect.test_rollout_buffer_stream import rollout
 
 
-def test_two_ends_that_send_before_either_reads_do_not_wait_for_each_other():
+def test_two_ends_that_both_send_first_do_not_deadlock():
     """Each message is larger than what a pipe holds."""
     ours, theirs = map(Channel, multiprocessing.Pipe())
     content = bytes(1 << 22)
@@ -29,7 +29,7 @@ def test_two_ends_that_send_before_either_reads_do_not_wait_for_each_other():
     theirs.close()
 
 
-def test_groups_that_are_kept_hold_no_file_open():
+def test_kept_groups_hold_no_open_file():
     ours, theirs = map(Channel, multiprocessing.Pipe())
     before, kept = len(os.listdir("/proc/self/fd")), []
     for number in range(100):

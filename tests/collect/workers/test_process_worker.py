@@ -61,7 +61,7 @@ def test_a_worker_that_cannot_be_started_ends_the_run(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_episodes_are_interrupted_and_go_on_with_another_number_of_workers(
+def test_interrupted_episodes_continue_with_another_number_of_workers(
     tmp_path: Path, topology: Topology
 ):
     options = ("tools.environment=calculator", "rollout.engine_batch_size=8")
@@ -85,14 +85,16 @@ def test_episodes_are_interrupted_and_go_on_with_another_number_of_workers(
     config = small_config(tmp_path, *ended, "rollout.workers_per_node=1")
     assert len(rows_of(config)) < 2
     assert Trainer(config, topology).run(Interrupt())
-    # Not bit for bit: turns are decoded beside whatever turns there are at the time.
+    # Not bit for bit: a turn is decoded together with the turns of that moment.
     names = ("step", "reward", "response_length", "episode/turns", "eval/held/avg_at_k", "entropy")
-    told = [[[row[name] for name in names] for row in rows_of(run)] for run in (whole, config)]
-    assert len(told[0]) == 3 and told[1] == [pytest.approx(row, rel=1e-4) for row in told[0]]
+    metrics = [[[row[name] for name in names] for row in rows_of(run)] for run in (whole, config)]
+    assert len(metrics[0]) == 3 and metrics[1] == [
+        pytest.approx(row, rel=1e-4) for row in metrics[0]
+    ]
 
 
 @pytest.mark.parametrize("way", ["router", pytest.param("colocated", marks=pytest.mark.slow)])
-def test_workers_ask_whatever_servers_there_are(way: str, tmp_path: Path, topology: Topology):
+def test_workers_ask_the_current_servers(way: str, tmp_path: Path, topology: Topology):
     with fake_servers(1, shortest=8, longest=24) as urls:
         options = {
             "router": (f"sglang.router_url={urls[0]}",),
@@ -109,7 +111,7 @@ def test_workers_ask_whatever_servers_there_are(way: str, tmp_path: Path, topolo
 
 
 def served(directory: Path, urls: list[str], *options: str) -> Config:
-    """A run whose rollouts come from fake servers: whoever reaches HOLD is kept waiting."""
+    """A run whose rollouts come from fake servers: a request that reaches HOLD waits."""
     return small_config(
         directory,
         *("rollout.engine=sglang", f"sglang.urls=[{','.join(urls)}]", "sglang.sync_method=tensor"),
@@ -134,7 +136,7 @@ def children_of(process: int) -> set[int]:
 
 
 def is_there(process: int) -> bool:
-    """Whether it lives: not a zombie that waits to be buried."""
+    """Whether it runs and is not a zombie."""
     status = Path(f"/proc/{process}/stat")
     return status.is_file() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
@@ -164,7 +166,7 @@ class Killer(threading.Thread):
 
 
 @pytest.mark.parametrize("streamed", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_killed_worker_is_started_again_and_loses_no_finished_rollout(
+def test_a_killed_worker_restarts_and_loses_no_finished_rollout(
     streamed: bool, tmp_path: Path, topology: Topology
 ):
     kind = "fully_async" if streamed else "on_policy"
@@ -187,7 +189,7 @@ def test_a_killed_worker_is_started_again_and_loses_no_finished_rollout(
     wait_until(lambda: not any(is_there(process) for process in killer.orphans))
 
 
-def test_a_worker_that_stands_still_is_found_and_replaced(
+def test_a_stalled_worker_is_found_and_replaced(
     tmp_path: Path, topology: Topology, caplog: pytest.LogCaptureFixture
 ):
     """It is stopped while it has prompts in flight and a call to answer."""
@@ -206,7 +208,7 @@ def test_a_worker_that_stands_still_is_found_and_replaced(
     assert len(keys) == len(set(keys)), "what was finished was not sampled again"
 
 
-def test_unfinished_rollouts_are_not_waited_for_without_end(
+def test_the_wait_for_unfinished_rollouts_is_bounded(
     tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ):
     """With run.hang_timeout=0 no stopped process is replaced."""
@@ -227,10 +229,8 @@ def test_unfinished_rollouts_are_not_waited_for_without_end(
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_while_prompts_are_sampled_again_goes_on_with_them(
-    tmp_path: Path, topology: Topology
-):
-    """Its journal tells first rollouts (0 .. 3) from further ones (4 .. 7)."""
+def test_a_worker_that_is_killed_during_resampling_continues_it(tmp_path: Path, topology: Topology):
+    """Its journal distinguishes first rollouts (0 .. 3) from further ones (4 .. 7)."""
     again = ("rollout.resampling.method=aepo", "rollout.resampling.prompt_share=1")
     with fake_servers(2, shortest=8, longest=24, hold_at=14) as urls:
         options = (*again, "rollout.workers_per_node=2", "rollout.max_staleness=9")
@@ -266,7 +266,7 @@ def test_a_workers_error_arrives_with_its_remedy(tmp_path: Path, topology: Topol
 
 
 @pytest.mark.slow
-def test_a_worker_and_what_it_started_end_with_a_trainer_that_is_killed(tmp_path: Path):
+def test_a_worker_and_its_children_end_with_a_killed_trainer(tmp_path: Path):
     with fake_servers(1, shortest=8, longest=24, hold_at=14) as urls:
         config = served(tmp_path, list(urls), "train.num_rollout=1000")
         dump(config, tmp_path / "run.yaml")
@@ -315,7 +315,7 @@ def on_nodes(rank: int, world_size: int, directory: str, urls: list[str]) -> dic
 
 
 @pytest.mark.slow
-def test_the_first_node_samples_for_all(tmp_path: Path):
+def test_the_first_node_samples_for_all_nodes(tmp_path: Path):
     small_config(tmp_path)
     with fake_servers(2, shortest=8, longest=24) as urls:
         first, second = run_distributed(on_nodes, 2, str(tmp_path), list(urls))

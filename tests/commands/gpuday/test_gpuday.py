@@ -191,7 +191,7 @@ def test_the_runs_of_the_kit_are_valid_and_fit_their_gpus(
 def test_the_command_checks_its_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpuday", "--list"]) == 0
     assert "the whole day" in capsys.readouterr().out
-    for words, told in (
+    for words, message in (
         (["--stages", "K77"], "--stages K77 is unknown"),
         (["--gpus", "999"], "--gpus 999 is more than"),
         (["--budget", "-1"], "--budget -1 must be"),
@@ -199,6 +199,6 @@ def test_the_command_checks_its_words(tmp_path: Path, capsys: pytest.CaptureFixt
         (["sglang.pythn=x"], "did you mean"),
     ):
         assert main(["gpuday", "--output", str(tmp_path / "day"), *words]) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "day").exists()
     assert [stage.name for stage in find_stages("k1, K0")] == ["K0", "K1"]

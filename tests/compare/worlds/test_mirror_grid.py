@@ -154,7 +154,7 @@ def test_the_seed_decides_every_byte(made, tmp_path):
     ] == []
 
 
-def test_a_complete_world_is_left_alone_and_a_broken_one_is_mended(made):
+def test_a_complete_world_is_kept_and_a_broken_one_is_repaired(made):
     train, whole = made / "train.jsonl", contents(made)
     modified = train.stat().st_mtime_ns
     world.make_world(made, SEED)

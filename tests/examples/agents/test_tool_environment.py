@@ -29,7 +29,7 @@ END, ANSWER = "<|end|>", "\\boxed{42}<|end|>"
         ("python", [PYTHON % "1/0" + END, PYTHON % "42" + END, ANSWER]),
     ],
 )
-def test_the_sequence_through_the_endpoint_is_that_of_the_trainers_loop(
+def test_the_endpoints_sequence_equals_that_of_the_trainers_loop(
     environment: str, turns: list[str]
 ):
     tokenizer = tool_tokenizer()

@@ -37,7 +37,7 @@ def test_whole_groups_with_right_and_wrong_answers_come_first():
     assert len(shown(99)) == 16 and shown(0) == []
 
 
-def test_of_a_group_that_does_not_fit_right_and_wrong_stand_in_turn():
+def test_a_group_that_does_not_fit_shows_right_and_wrong_in_turn():
     assert shown(3, step=2) == [(1, 6, 13, 2), (1, 4, 13, 0), (1, 7, 13, 3)]
 
 
@@ -54,7 +54,7 @@ def test_pieces_are_the_text_and_a_character_is_its_last_bytes(text):
         assert found[:4] == ["", "", "", "\U0001f600"]
 
 
-def test_bytes_that_are_no_character_do_not_hold_up_what_follows():
+def test_invalid_bytes_do_not_delay_later_text():
     tokenizer = byte_tokenizer()
     (first,) = tokenizer("\u00e9").input_ids[:1]
     letters = tokenizer("abcdef").input_ids

@@ -117,7 +117,7 @@ def test_greedy_sets_are_sampled_once_and_say_so(tmp_path):
         (["evaluation.reflection_words=[wait,'']"], "empty word"),
     ],
 )
-def test_bad_settings(overrides, words):
+def test_bad_settings_are_refused(overrides, words):
     with pytest.raises(UserError) as caught:
         override(Config(), overrides)
     assert words in str(caught.value)
@@ -189,7 +189,7 @@ def frames_in(directory: Path) -> int:
 
 
 @pytest.mark.slow
-def test_killed_and_gone_on_with(tmp_path: Path, recipe: Path) -> None:
+def test_a_killed_evaluation_continues(tmp_path: Path, recipe: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -246,7 +246,7 @@ def test_a_greedy_evaluation(tmp_path: Path, recipe: Path, capsys) -> None:
     assert not responses_directory(tmp_path / "few", 0).exists()
 
 
-def test_a_second_evaluation_samples_only_what_is_new(tmp_path: Path, recipe: Path) -> None:
+def test_a_second_evaluation_samples_only_new_rows(tmp_path: Path, recipe: Path) -> None:
     first, _ = evaluated(recipe, tmp_path / "run")
     assert frames_in(tmp_path / "run") == 36 * 4
     arguments = [

@@ -68,7 +68,7 @@ def caches(run: Path) -> dict[str, int]:
     }
 
 
-def test_weights_trained_anew_from_an_older_checkpoint_answer_anew(
+def test_weights_retrained_from_an_older_checkpoint_are_evaluated_again(
     tmp_path: Path, recipe: Path, trained: Callable[[], int]
 ) -> None:
     run = tmp_path / "run"
@@ -91,7 +91,7 @@ def test_weights_trained_anew_from_an_older_checkpoint_answer_anew(
     assert again != first
 
 
-def test_an_older_checkpoint_is_evaluated_by_its_name_and_nothing_is_set_aside(
+def test_an_older_checkpoint_is_evaluated_by_name_and_no_result_is_removed(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", str(recipe)]) == 0

@@ -1,4 +1,4 @@
-"""What is said to be behind a difference; the command on the embedded engine."""
+"""The named cause of a difference; the command on the embedded engine."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("words", CASES)
-def test_the_cause(words):
+def test_parity_names_the_cause(words):
     found, wrong, operation = CASES[words]
     assert beyond(found, 0.1)
     assert cause(found, 0.1, wrong, operation).startswith(words)
 
 
-def test_what_is_beyond_the_limit():
+def test_parity_lists_tokens_beyond_the_limit():
     assert not beyond(parity(0.05, 0.05, 0.05), 0.1)
     assert [each.pair for each in beyond(parity(0.5), 0.1)] == ["decode - trainer"]
     assert [each.pair for each in beyond(parity(alone=0.2), 0.1)] == ["trainer - trainer alone"]
@@ -83,7 +83,7 @@ def test_the_command_on_the_embedded_engine(tmp_path, capsys):
         ("--tokens", "99"): "rollout_max_response_len=12",
     }.items(),
 )
-def test_what_cannot_be_asked_for(options, words, tmp_path, capsys):
+def test_impossible_requests_are_refused(options, words, tmp_path, capsys):
     dump(small_config(tmp_path), tmp_path / "config.yaml")
     assert main(["parity", str(tmp_path / "config.yaml"), *options]) == 2
     assert words in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`parity` on several ranks: the figures of one, and the table of an alarm, whoever holds what."""
+"""`parity` on several ranks: the figures of one, and the table of an alarm, under any placement."""
 
 from __future__ import annotations
 

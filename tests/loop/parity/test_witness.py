@@ -42,7 +42,7 @@ def tables(config: Config) -> list[str]:
 
 
 @pytest.mark.usefixtures("astray")
-def test_tables_are_written_when_the_two_come_apart(tmp_path):
+def test_tables_are_written_if_engine_and_trainer_differ(tmp_path):
     """Once in alarms.window steps, where the batch was scored first and where it was not; before
     the run ends, too.
     """
@@ -60,7 +60,7 @@ def test_tables_are_written_when_the_two_come_apart(tmp_path):
         "alarms.mismatch=0",
         "train.num_rollout=1",
     )
-    for name, more in {"told": (), "unscored": unscored, "masked": masked}.items():
+    for name, more in {"reported": (), "unscored": unscored, "masked": masked}.items():
         run = override(config, [f"run.dir={tmp_path / name}", *more])
         assert trained(run)
         assert tables(run) == ["parity_step_00000001.txt"]
@@ -74,8 +74,8 @@ def test_tables_are_written_when_the_two_come_apart(tmp_path):
     assert "sequences of the batch" in table
 
 
-def test_a_run_begins_where_engine_and_trainer_agree(tmp_path):
-    """And the look leaves nothing behind: the metrics are those of a run without it."""
+def test_a_run_starts_if_engine_and_trainer_agree(tmp_path):
+    """The comparison changes no state: the metrics are those of a run without it."""
     config = small_config(tmp_path, *QUICK, "train.num_rollout=1")
     looking = override(config, ["mismatch.parity_before=3", f"run.dir={tmp_path / 'looking'}"])
     assert trained(config) and trained(looking)
@@ -84,7 +84,7 @@ def test_a_run_begins_where_engine_and_trainer_agree(tmp_path):
 
 
 @pytest.mark.usefixtures("astray")
-def test_a_run_does_not_begin_where_they_do_not(tmp_path, capsys):
+def test_a_run_does_not_start_if_engine_and_trainer_differ(tmp_path, capsys):
     config = small_config(tmp_path, "mismatch.parity_before=3", "mismatch.alarm=1e-3")
     with pytest.raises(MismatchAlarm, match=r"before training, .* nats a token, above 0\.001: "):
         trained(config)

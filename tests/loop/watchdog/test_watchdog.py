@@ -147,7 +147,7 @@ def test_a_stopped_rank_is_named_by_the_others(ended):
     assert re.search(r"last heard of:\n +MainThread:\n", hang.of_rank(1))
 
 
-def test_a_rank_that_is_elsewhere_is_named_by_all(ended):
+def test_a_rank_outside_of_the_collective_is_named_by_all(ended):
     hang = ended["elsewhere"]
     assert hang.codes == [HUNG] * WORLD
     assert "the others wait for rank 1 (step 3, rollout: read_a_row" in hang.headline
@@ -173,7 +173,7 @@ def test_the_report_is_printed_by_one_rank_and_named_by_the_others(ended):
         )
 
 
-def test_one_process_says_where_it_hangs(ended):
+def test_a_single_process_reports_its_hang(ended):
     hang = ended["alone"]
     assert hang.codes == [HUNG]
     assert (
@@ -195,6 +195,6 @@ def test_the_first_failure_is_named_where_it_happens(ended):
         assert float(found[3]) < float(later[1])
 
 
-def test_waiting_for_a_rank_that_moves_is_no_hang(ended):
+def test_waiting_for_an_active_rank_is_not_a_hang(ended):
     assert ended["waiting"].codes == [0] * WORLD
     assert not ended["waiting"].report

@@ -49,7 +49,7 @@ def test_by_hand():
     assert state == {"surprisal": pytest.approx(-(3 * math.log(0.8) + math.log(0.2)) / 4)}
 
 
-def test_over_its_target_it_cools():
+def test_above_its_target_the_temperature_falls():
     """S = 0.55 of the last step: T = 1/2, 0.64 : 0.04 = 16 : 1, p^T = (16/17, 1/17) and w = (20/17,
     5/17); the gap 0.05 over f = 1/2 is 0.1, a = 1/11.
     """
@@ -77,7 +77,7 @@ def test_given_log_probs_are_those_of_the_logits():
     assert float(found[0]) == pytest.approx(float(found[1]), rel=1e-12)
 
 
-def test_the_weight_is_pi_olds_and_has_no_slope():
+def test_the_weight_is_of_the_old_policy_and_has_no_gradient():
     """Off-policy: only r moves, and what is not clipped has the slope -A' r / 4."""
     batch = two_rows([1.0, 0.0])
     now = (batch["log_prob"].detach() + 0.1).requires_grad_()

@@ -57,7 +57,7 @@ def test_a_turn_that_comes_back_is_compared_with_the_steps_that_had_it():
     assert state == turns | {"step": 6.0}
 
 
-def test_the_history_is_pi_olds_and_the_band_the_current_policys():
+def test_history_is_of_the_old_policy_and_the_band_of_the_current_one():
     batch = batch_with([[1.0, 1.0]], [[0, 0]])
     batch["old_entropy"] = torch.tensor([[2.0, 2.0]], dtype=torch.float64)
     state: dict[str, float] = {}
@@ -95,7 +95,7 @@ def test_turns_that_are_not_given_are_the_stretches_of_the_mask():
     assert found == {0: 2.0, 1: 5.0, 2: 8.0}
 
 
-def test_the_schedule():
+def test_the_schedule_follows_its_formula():
     """The first half ends at 1 - 0.2 (1 - e^-2), the second at 0.8 e^-3, and there it stays."""
     middle, end = 1 - 0.2 * (1 - math.exp(-2)), 0.8 * math.exp(-3)
     found = [weight_at(number, 150) for number in (0, 75, 76, 150, 999)]

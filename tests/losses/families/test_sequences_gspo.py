@@ -64,7 +64,7 @@ def test_values_and_gradients_equal_the_twin(config, scale):
         )
 
 
-def test_summed_as_published_it_is_the_sequence_form():
+def test_the_published_sum_is_the_sequence_form():
     tokens = random_sequences(1e-3)
     batch = batch_of(tokens.surprisal.detach(), tokens.advantage, sequence=tokens.sequence)
     coefficient = coefficients(batch, "seq-mean-token-mean", ALONE).double()
@@ -109,7 +109,7 @@ def test_a_sequence_of_one_token_is_grpo():
         torch.testing.assert_close(ours, theirs, rtol=1e-15, atol=0)
 
 
-def test_where_all_is_clipped_nothing_moves():
+def test_a_batch_with_every_ratio_clipped_has_no_gradient():
     tokens = tokens_of([0.5, 0.7, -0.5, -0.7], [1.0, 1.0, -1.0, -1.0], [0, 0, 1, 1])
     loss, gradient = run("gspo", tokens, PUBLISHED)
     expected = torch.tensor([-1.0004, -1.0004, 0.9997, 0.9997], dtype=torch.float64)
@@ -117,7 +117,7 @@ def test_where_all_is_clipped_nothing_moves():
     assert not gradient.any()
 
 
-def test_no_advantage_no_loss():
+def test_zero_advantages_give_zero_loss():
     loss, gradient = run("gspo", tokens_of([3.0, -2.0, 40.0], [0.0] * 3, [0, 0, 1]), PUBLISHED)
     assert not loss.any() and not gradient.any()
 
@@ -140,12 +140,12 @@ def test_a_far_ratio_stays_finite():
     assert not gradient.any()
 
 
-def test_no_tokens_no_losses():
+def test_an_empty_batch_has_no_losses():
     loss, gradient = run("gspo", tokens_of([], [], torch.zeros(0, dtype=torch.long)), PUBLISHED)
     assert loss.shape == gradient.shape == (0,)
 
 
-def test_the_published_settings_can_be_asked_for():
+def test_the_published_settings_are_accepted():
     config = override(
         Config(),
         [

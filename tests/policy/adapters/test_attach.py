@@ -152,7 +152,7 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
         ("deepseek_v3", {"targets": "q", "merge": False}, "q_a_proj.weight has an adapter"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(
+def test_unsupported_combinations_are_refused_by_name(
     family: str, settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     directory = tmp_path / "model"
@@ -168,7 +168,7 @@ def test_what_is_not_supported_is_refused_by_name(
     assert message in str(error.value)
 
 
-def test_adapters_of_nothing_are_refused() -> None:
+def test_adapters_without_a_target_are_refused() -> None:
     hf, settings = tiny_config("qwen3_moe"), AdaptersConfig(rank=2, targets="up", experts="none")
     check(hf, settings, PolicyConfig())  # of the dense layers
     hf.mlp_only_layers = []

@@ -232,7 +232,7 @@ ALL = [name for layouts in LAYOUTS.values() for name in layouts]
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "bf16"])
-def test_a_layout_trains_what_one_rank_trains(name: str, runs: dict[str, Any]) -> None:
+def test_every_layout_trains_as_one_rank_does(name: str, runs: dict[str, Any]) -> None:
     one = runs[compared_with(name)][0]
     for rank in runs[name]:
         for own, expected in zip(rank["metrics"], one["metrics"], strict=True):
@@ -271,7 +271,7 @@ def test_merging_into_bf16_reports_what_rounding_loses(runs: dict[str, Any]) -> 
     assert 1e-4 < rounded["adapters/merge_error"] < 1
 
 
-def test_a_weight_merges_as_the_adapter_says(alone: Topology, tmp_path: Path) -> None:
+def test_a_merged_weight_is_base_plus_scaled_product(alone: Topology, tmp_path: Path) -> None:
     """W + s B A of bf16 weights: one rounding of the exact sum; what it moves is counted."""
     directory = write_checkpoint(tmp_path / "model", tiny_config("qwen2"), seed=3)
     model = PolicyModel(str(directory), PolicyConfig(dtype="bf16"), alone, 1.0)

@@ -195,7 +195,7 @@ def test_a_directory_of_another_model_is_refused(run: Path, tmp_path: Path) -> N
         PeftDirectory(tmp_path)
 
 
-def test_convert_refuses_what_it_cannot_do(
+def test_convert_refuses_unsupported_conversions(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(run / "model", tmp_path / "other")

@@ -31,7 +31,7 @@ def held(actor: Actor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("spread", ["true", "false"])
-def test_it_goes_on_where_it_was(spread: str, tmp_path: Path, topology: Topology) -> None:
+def test_the_actor_resumes_exactly(spread: str, tmp_path: Path, topology: Topology) -> None:
     options = ("policy.dtype=bf16", f"policy.use_distributed_optimizer={spread}")
     config = small_config(tmp_path, *options)
     first, second = (Actor(config, topology, 10) for _ in range(2))

@@ -61,12 +61,12 @@ def assert_same_run(config: Config, reference: Config, topology: Topology) -> No
         assert torch.equal(ours[name], tensor), name
 
 
-def life(rank: int, world_size: int, config: Config) -> None:
+def attempt(rank: int, world_size: int, config: Config) -> None:
     """One attempt of a training process."""
     Trainer(config, topologies.start(config.policy, config.run.seed)).run(Interrupt())
 
 
-def kill_in_mid_life(
+def kill_in_mid_attempt(
     config: Config,
     ranks: Sequence[multiprocessing.Process],
     dice: random.Random,
@@ -126,28 +126,28 @@ def test_ten_kills_at_random_moments_change_nothing(
     count, layout = WORLDS[world]
     steps = ("train.num_rollout=30", "run.save_interval=2", "optimizer.lr_decay_iters=30", mode)
     whole = small_config(tmp_path, *steps, *layout, f"run.dir={tmp_path}/whole")
-    run_distributed(life, count, whole)
+    run_distributed(attempt, count, whole)
     config = small_config(tmp_path, *steps, *layout, f"run.dir={tmp_path}/killed")
     dice = random.Random(f"{mode} {world}")
     for kills in range(10):
         with tempfile.TemporaryDirectory() as folder:
-            ranks = start_ranks(life, count, folder, config)
-            assert kill_in_mid_life(config, ranks, dice, inside_a_save=kills % 2 == 1), (
+            ranks = start_ranks(attempt, count, folder, config)
+            assert kill_in_mid_attempt(config, ranks, dice, inside_a_save=kills % 2 == 1), (
                 "the run ended before ten kills"
             )
-    run_distributed(life, count, config)
+    run_distributed(attempt, count, config)
     assert [row["step"] for row in rows_of(config)] == list(range(1, 31))
     assert not list((tmp_path / "killed/checkpoints").glob("set_aside_*"))
     assert_same_run(config, whole, topology)
 
 
-def test_a_save_leaves_no_process_behind(tmp_path: Path, topology: Topology) -> None:
+def test_a_save_leaves_no_process(tmp_path: Path, topology: Topology) -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     Trainer(small_config(tmp_path, "run.save_interval=1"), topology).run(Interrupt())
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
-def test_background_saves_are_those_of_the_moment(tmp_path: Path, topology: Topology) -> None:
+def test_a_background_save_holds_the_state_of_its_start(tmp_path: Path, topology: Topology) -> None:
     options = ("train.num_rollout=6", "run.save_interval=1", "run.keep_last=6")
     at_once = small_config(tmp_path, *options, f"run.dir={tmp_path}/a")
     later = small_config(tmp_path, *options, f"run.dir={tmp_path}/b", "run.async_save=true")
@@ -179,7 +179,9 @@ def test_a_run_starts_from_a_converted_checkpoint_too(tmp_path: Path, topology: 
     assert kept == config
 
 
-def test_keep_last_and_keep_every(tmp_path: Path, topology: Topology) -> None:
+def test_keep_last_and_keep_every_select_the_kept_checkpoints(
+    tmp_path: Path, topology: Topology
+) -> None:
     options = ("train.num_rollout=7", "run.save_interval=1", "run.keep_last=2", "run.keep_every=3")
     config = small_config(tmp_path, *options)
     assert Trainer(config, topology).run(Interrupt())
@@ -269,7 +271,7 @@ def poison_objects(checkpoint: Path, command: Command) -> None:
 
 
 @pytest.mark.parametrize("poison", [poison_metadata, poison_objects])
-def test_a_checkpoint_of_somebody_else_runs_no_code(
+def test_a_foreign_checkpoint_runs_no_code(
     poison: Callable[[Path, Command], None], tmp_path: Path, topology: Topology
 ) -> None:
     options = ("run.save_interval=1", "train.num_rollout=1")
@@ -301,7 +303,9 @@ def test_a_named_checkpoint_is_loaded_and_an_unknown_one_refused(
     assert {"set_aside_0_step_00000002", "set_aside_0_step_00000003"} < set(saved(config))
 
 
-def test_a_copy_next_to_the_checkpoints_is_none(tmp_path: Path, topology: Topology) -> None:
+def test_a_copy_next_to_the_checkpoints_is_not_a_checkpoint(
+    tmp_path: Path, topology: Topology
+) -> None:
     """`int` would read step_00000002_2 as step 22, and cannot read step_00000002.bak."""
     config = small_config(tmp_path, "run.save_interval=1", "train.num_rollout=2")
     assert Trainer(config, topology).run(Interrupt())
@@ -314,7 +318,7 @@ def test_a_copy_next_to_the_checkpoints_is_none(tmp_path: Path, topology: Topolo
     assert {"step_00000002_2", "step_00000002.bak", "step_9"} < {*saved(longer)}
 
 
-def test_a_full_disk_costs_a_checkpoint_and_no_more(
+def test_a_full_disk_costs_only_the_checkpoint(
     small_disk: Path, tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = (
@@ -342,7 +346,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(
     assert_same_run(config, whole, topology)
 
 
-def test_a_disk_that_is_full_for_some_steps_costs_nothing(
+def test_a_disk_that_is_full_for_some_steps_loses_no_data(
     small_disk: Path, tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not even a byte is left in steps 3 and 4: rows, records, diagnostics and alarms wait or are
@@ -426,7 +430,7 @@ def relayout(rank: int, world_size: int, base: Path) -> list[list[dict]]:
 
 
 @pytest.mark.slow
-def test_another_layout_goes_on_from_the_same_checkpoint(tmp_path: Path) -> None:
+def test_another_layout_resumes_from_the_same_checkpoint(tmp_path: Path) -> None:
     small_config(tmp_path)
     found = run_distributed(relayout, 2, tmp_path)[0]
     for rows in found[1:]:
@@ -464,7 +468,7 @@ def expert_runs(
 
 
 @pytest.mark.slow
-def test_experts_go_on_bit_for_bit_and_on_one_rank_each(tmp_path: Path) -> None:
+def test_experts_resume_bit_for_bit_and_each_on_one_rank(tmp_path: Path) -> None:
     small_config(tmp_path)
     model = write_checkpoint(
         tmp_path / "experts", tiny_config("qwen3_moe", vocab_size=257, max_position_embeddings=64)

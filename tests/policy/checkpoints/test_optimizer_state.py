@@ -200,7 +200,7 @@ def story(rank: int, world_size: int, base: Path, family: str) -> dict[str, Any]
         pytest.param("qwen2_tied", marks=pytest.mark.slow),
     ],
 )
-def told(
+def outcome(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, list[dict[str, Any]]]:
     base, family = tmp_path_factory.mktemp("story"), request.param
@@ -214,16 +214,16 @@ def told(
     return family, base, run_distributed(story, 4, base, family)
 
 
-def test_every_layout_takes_up_the_same_state(told: Any) -> None:
-    family, _, ranks = told
+def test_every_layout_loads_the_same_state(outcome: Any) -> None:
+    family, _, ranks = outcome
     for found in ranks:
         results = {name: value for name, value in found.items() if name not in ("whole", "shares")}
         assert len(results) == 3 + len(LAYOUTS[family])
         assert [name for name, value in results.items() if not value] == []
 
 
-def test_one_rank_takes_up_what_four_left(told: Any) -> None:
-    family, base, _ = told
+def test_one_rank_loads_the_state_of_four(outcome: Any) -> None:
+    family, base, _ = outcome
     actor = actor_of(base / "model", DTYPES[family], FIRST)
     assert is_whole(actor_state.into_actor(actor, base / "DP4"))
     found, expected = whole(actor), torch.load(base / "DP4.pt")
@@ -232,8 +232,10 @@ def test_one_rank_takes_up_what_four_left(told: Any) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_each_of_four_ranks_writes_a_quarter_and_holds_no_more(background: bool, told: Any) -> None:
-    family, _, ranks = told
+def test_each_of_four_ranks_writes_a_quarter_and_holds_no_more(
+    background: bool, outcome: Any
+) -> None:
+    family, _, ranks = outcome
     found = [rank["shares"][background] for rank in ranks]
     quarter = ranks[0]["whole"] / 4
     assert sum(written for written, _ in found) == 4 * quarter

@@ -145,7 +145,7 @@ def crawl(source: Path, target: Path, marker: Path, direction: str) -> None:
     convert.PART_BYTES = 1
     count = 0
 
-    def advance(_: int) -> None:
+    def moved(_: int) -> None:
         nonlocal count
         count += 1
         if count == 4:
@@ -153,7 +153,7 @@ def crawl(source: Path, target: Path, marker: Path, direction: str) -> None:
             time.sleep(600)
 
     with topologies.session(PolicyConfig()) as topology:
-        getattr(convert, direction)(source, target, topology, advance=advance)
+        getattr(convert, direction)(source, target, topology, advance=moved)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_killed_conversion_continues_where_it_stopped(
     assert_same_files(sources["qwen3_moe"], target)
 
 
-def test_a_full_disk_is_told_of_and_the_same_command_goes_on(small_disk, sources, capsys):
+def test_a_full_disk_is_reported_and_the_same_command_continues(small_disk, sources, capsys):
     filler, target = fill(small_disk, leave=100 << 10), small_disk / "target"
     command = ["convert", "hf-to-megatron", str(sources["qwen3_moe"]), str(target)]
     refused(capsys, command, "No space left", "make room")

@@ -36,7 +36,7 @@ def saved(hf: PretrainedConfig, chunks: list, target: Path, topology: Topology) 
     return target
 
 
-def test_what_says_where_parameters_lie_takes_no_memory(topology: Topology) -> None:
+def test_the_description_of_parameters_takes_no_memory(topology: Topology) -> None:
     """Of 32B parameters, and of experts."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.max_memory_allocated()

@@ -120,7 +120,7 @@ def test_a_malformed_source_is_refused(fault, tmp_path, capsys):
     assert not (tmp_path / "target").exists()
 
 
-def test_a_target_that_is_there_is_not_touched(sources, tmp_path, capsys):
+def test_an_existing_target_is_not_touched(sources, tmp_path, capsys):
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "precious").write_text("mine")
     refused(
@@ -131,7 +131,7 @@ def test_a_target_that_is_there_is_not_touched(sources, tmp_path, capsys):
     assert (tmp_path / "target" / "precious").read_text() == "mine"
 
 
-def test_a_target_that_cannot_be_written(sources, tmp_path, capsys):
+def test_an_unwritable_target_is_refused(sources, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     refused(
         capsys,
@@ -141,7 +141,7 @@ def test_a_target_that_cannot_be_written(sources, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("source", ["", "missing"])
-def test_a_source_that_is_no_checkpoint(source, tmp_path, capsys):
+def test_a_source_without_a_checkpoint_is_refused(source, tmp_path, capsys):
     refused(
         capsys,
         ["convert", "megatron-to-hf", str(tmp_path / source), str(tmp_path / "target")],
@@ -200,7 +200,9 @@ def test_a_megatron_checkpoint_runs_no_code(sources, alone, tmp_path, capsys):
 @pytest.mark.parametrize(
     "field", [{"num_hidden_layers": 3}, {"vocab_size": 300}, {"tie_word_embeddings": True}]
 )
-def test_a_megatron_checkpoint_beside_a_foreign_config(field, sources, alone, tmp_path, capsys):
+def test_a_config_of_another_model_next_to_a_checkpoint_is_refused(
+    field, sources, alone, tmp_path, capsys
+):
     convert.hf_to_megatron(sources["qwen2"], tmp_path / "megatron", alone)
     edit_config(tmp_path / "megatron", **field)
     (tmp_path / "megatron" / "integrity.json").unlink()

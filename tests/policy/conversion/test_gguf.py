@@ -83,7 +83,7 @@ def write_gguf(model, file, quantised=(), architecture="llama"):
     writer.close()
 
 
-def test_a_gguf_file_becomes_the_model_that_it_was_made_of(model, tmp_path):
+def test_a_gguf_file_becomes_its_original_model(model, tmp_path):
     write_gguf(model, tmp_path / "tiny.gguf")
     gguf_to_hf(tmp_path / "tiny.gguf", tmp_path / "hf")
     found = load_file(tmp_path / "hf" / "model.safetensors")
@@ -117,7 +117,7 @@ def test_quantised_tensors_are_dequantised_and_rounded(model, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
 
 
-def test_files_that_are_no_model_are_refused(model, tmp_path):
+def test_files_without_a_model_are_refused(model, tmp_path):
     with pytest.raises(UserError, match="is not a file"):
         gguf_to_hf(tmp_path / "missing.gguf", tmp_path / "hf")
     (tmp_path / "bad.gguf").write_bytes(b"GGUF and nothing more")

@@ -36,7 +36,7 @@ def compared(ours, theirs, hf):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_is_beyond_rounding(family, sources, alone):
+def test_equal_tensors_are_within_rounding(family, sources, alone):
     ours, theirs, hf = both(sources[family], alone)
     found = compared(ours, theirs, hf)
     assert first_beyond(found, TOLERANCE) is None
@@ -100,7 +100,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_is_changed_is_named_first(name, sources, alone):
+def test_the_most_changed_tensor_is_named_first(name, sources, alone):
     family, change = CHANGES[name]
     ours, theirs, hf = both(sources[family], alone)
     change(theirs)
@@ -108,7 +108,7 @@ def test_what_is_changed_is_named_first(name, sources, alone):
     assert first is not None and first.name == name
 
 
-def test_what_is_no_number_is_beyond_any_tolerance(sources, alone):
+def test_nan_is_beyond_any_tolerance(sources, alone):
     ours, theirs, hf = both(sources["qwen2"], alone)
     more("model.layers.1.mlp.gate_proj.weight", float("nan"))(theirs)
     first = first_beyond(compared(ours, theirs, hf), 1e9)

@@ -49,14 +49,14 @@ def padded_error(
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize(("length", "batch"), [(1, 3), (37, 1), (50, 7), (SHORT + 1, 3)])
-def test_padded(length: int, batch: int, groups: int, dtype: Any) -> None:
+def test_padded_batches_equal_the_twin(length: int, batch: int, groups: int, dtype: Any) -> None:
     assert padded_error(length, batch, 4, groups, 12, dtype) < EXACT[dtype]
 
 
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("name", PACKS)
-def test_packed(name: str, groups: int, dtype: Any) -> None:
+def test_packed_batches_equal_the_twin(name: str, groups: int, dtype: Any) -> None:
     assert packed_error(PACKS[name], 4, groups, 12, dtype) < EXACT[dtype]
 
 
@@ -74,7 +74,7 @@ def shared_error(groups: int, dtype: Any, device: str = "cpu") -> float:
 
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("groups", [1, 4])
-def test_sequences_that_share_rows(groups: int, dtype: Any) -> None:
+def test_sequences_that_share_rows_equal_the_twin(groups: int, dtype: Any) -> None:
     assert shared_error(groups, dtype) < EXACT[dtype]
 
 
@@ -126,7 +126,7 @@ def test_offsets_changed_in_place_are_read_again() -> None:
     )
 
 
-def test_twice_the_same_bits() -> None:
+def test_attention_repeats_its_bits() -> None:
     inputs, attention = random_qkv((sum(MIXED),), 4, 2, 12), core(12)
     params = packed_params(starts_of(MIXED))
     runs = [
@@ -144,7 +144,7 @@ def test_twice_the_same_bits() -> None:
         ({"attn_mask_type": "padding"}, "attn_mask_type"),
     ],
 )
-def test_refuses_what_it_would_ignore_when_built(overrides: dict[str, Any], name: str) -> None:
+def test_building_refuses_unsupported_arguments(overrides: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         core(8, **overrides)
 
@@ -163,7 +163,7 @@ def refused_calls() -> dict[str, dict[str, Any]]:
     }
 
 
-def test_refuses_what_it_would_ignore_when_called() -> None:
+def test_calling_refuses_unsupported_arguments() -> None:
     q, k, v, _ = random_qkv((20,), 2, 2, 8)
     for name, call in refused_calls().items():
         with pytest.raises(ValueError, match=name):

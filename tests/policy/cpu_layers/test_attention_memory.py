@@ -23,7 +23,7 @@ from tests.policy.cpu_layers.attention_cases import (
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_keeps_only_its_inputs_its_output_and_the_log_sum_exp(packed: bool) -> None:
+def test_attention_keeps_only_inputs_output_and_log_sum_exp(packed: bool) -> None:
     """The value is a view into a fused projection, as Megatron's is;
     the projection must not stay alive for it.
     """

@@ -37,7 +37,7 @@ def test_every_number_is_the_nearest(shape: tuple[int, int], dtype: torch.dtype)
     assert torch.equal(rounded(weight).double(), expected), "bf16 holds it exactly"
 
 
-def test_what_is_rounded_stays_as_it_is() -> None:
+def test_rounding_twice_changes_nothing() -> None:
     """Whatever scales it is written with: of one more octave the codes are half as large."""
     for dtype in (torch.bfloat16, torch.float32):
         once = rounded(matrix(300, 160, dtype))

@@ -110,7 +110,7 @@ def test_a_config_json_in_the_form_of_transformers_4_is_the_same(name: str, tmp_
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-def test_what_a_family_has_not_is_refused(
+def test_settings_foreign_to_a_family_are_refused(
     name: str, changes: dict[str, Any], alone: Topology
 ) -> None:
     with pytest.raises(UserError, match=next(iter(changes))):
@@ -120,7 +120,9 @@ def test_what_a_family_has_not_is_refused(
 @pytest.mark.parametrize(
     ("name", "words"), [("GLM-4.5-Air", "a model with experts"), ("DeepSeek-V3", "experts")]
 )
-def test_models_whose_prompts_cannot_be_shared(name: str, words: str, alone: Topology) -> None:
+def test_models_without_shareable_prompts_are_refused(
+    name: str, words: str, alone: Topology
+) -> None:
     with pytest.raises(UserError, match=rf"shared_prompts=true does not work with .*{words}"):
         build.transformer_config(published(name), PolicyConfig(shared_prompts=True), alone)
 
@@ -173,7 +175,7 @@ def test_a_bias_balances_in_place_of_a_loss(alone: Topology) -> None:
         ("DeepSeek-V3", YARN | {"attention_factor": 0.5}, "rope attention_factor=0.5"),
     ],
 )
-def test_rotary_embeddings_that_are_not_built(
+def test_unsupported_rotary_embeddings_are_refused(
     name: str, rope: dict[str, Any], named: str, alone: Topology
 ) -> None:
     hf = published(name)

@@ -116,7 +116,7 @@ def weights_under_each_layout(
     return found
 
 
-def test_ranks_load_the_weights_that_the_codes_mean(
+def test_ranks_load_decoded_weights(
     sources: dict[str, tuple[Path, dict[str, Tensor]]],
 ) -> None:
     directories = {family: directory for family, (directory, _) in sources.items()}
@@ -128,7 +128,7 @@ def test_ranks_load_the_weights_that_the_codes_mean(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_converts_to_megatron_and_back_to_bf16(
+def test_an_fp8_checkpoint_converts_to_megatron_and_back_to_bf16(
     family: str,
     sources: dict[str, tuple[Path, dict[str, Tensor]]],
     alone: Any,
@@ -180,7 +180,7 @@ SPANS = [
 
 
 @pytest.mark.parametrize("span", SPANS)
-def test_a_slice_is_that_of_the_whole(
+def test_a_slice_equals_that_of_the_whole_tensor(
     span: tuple[slice, ...], sources: dict[str, tuple[Path, dict[str, Tensor]]]
 ) -> None:
     source, means = sources["qwen3"]
@@ -216,7 +216,7 @@ def stray_scale(tensors: dict[str, Tensor]) -> None:
         ({"weight_block_size": None}, "weight_block_size=None"),
     ],
 )
-def test_what_is_not_in_this_format_is_refused(
+def test_other_formats_are_refused(
     damage: Any,
     named: str,
     sources: dict[str, tuple[Path, dict[str, Tensor]]],

@@ -87,9 +87,7 @@ def is_encoded(name: str) -> bool:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_linear_layers_are_encoded_and_nothing_else_is(
-    model: str, checkpoints: dict[str, Path]
-) -> None:
+def test_only_linear_layers_are_encoded(model: str, checkpoints: dict[str, Path]) -> None:
     stored = load_file(checkpoints[model] / "model.safetensors")
     found = block_matrices(build.read_hf_config(str(checkpoints[model])))
     assert found == {name for name in stored if is_encoded(name)}
@@ -185,7 +183,7 @@ def decoded(stream: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_sent_is_bit_for_bit_what_trains(
+def test_sent_weights_equal_trained_weights_bit_for_bit(
     layout: str, ranks: list[dict[str, Any]], checkpoints: dict[str, Path]
 ) -> None:
     stored = load_file(checkpoints[LAYOUTS[layout][0]] / "model.safetensors")
@@ -214,7 +212,7 @@ def test_a_trainer_that_does_not_round_sends_rounded_weights(
         assert torch.equal(tensor.double(), expected), name
 
 
-def test_codes_that_come_in_parts_wait_for_nothing_but_their_scales() -> None:
+def test_codes_in_parts_wait_only_for_their_scales() -> None:
     weight = torch.randn(128, 256).bfloat16()
     stream = list(EncodedWeights([("a", weight), ("b", weight[0])], {"a"}))
     assert [name for name, _ in stream] == ["a_scale_inv", "a", "b"]
@@ -266,7 +264,7 @@ def test_servers_that_would_split_blocks_are_refused(
         (("policy.weight_quantization=fp8", "policy.dtype=bf16", "adapters.rank=4"), "adapters"),
     ],
 )
-def test_settings_that_contradict_one_another(settings: tuple[str, ...], words: str) -> None:
+def test_contradicting_settings_are_refused(settings: tuple[str, ...], words: str) -> None:
     with pytest.raises(UserError, match=words):
         override(Config(), list(settings))
 

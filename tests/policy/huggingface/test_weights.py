@@ -215,7 +215,7 @@ def test_a_rank_reads_its_own_shards_bytes_and_no_others(checkpoints, two_ranks)
             assert read == held - padding
 
 
-def test_an_export_holds_one_tensor_on_the_first_rank_and_none_on_the_other(checkpoints, two_ranks):
+def test_an_export_holds_one_tensor_on_the_first_rank_and_none_on_others(checkpoints, two_ranks):
     expected = stored(checkpoints["qwen3"])
     largest = max(tensor.nbytes for tensor in expected.values())
     for number, outcome in enumerate(two_ranks):
@@ -246,23 +246,23 @@ def rewrite_weights(directory, change):
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_no_checkpoint(tmp_path, alone):
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path, alone):
     refused("", alone, "policy.hf_checkpoint")
     refused(tmp_path / "nowhere", alone, "nowhere", "config.json")
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral", "no_such_model"])
-def test_a_foreign_model_type(kind, qwen2, alone):
+def test_a_foreign_model_type_is_refused(kind, qwen2, alone):
     rewrite_config(qwen2, model_type=kind)
     refused(qwen2, alone, kind)
 
 
-def test_a_config_that_is_no_json(qwen2, alone):
+def test_a_config_that_is_not_json_is_refused(qwen2, alone):
     (qwen2 / "config.json").write_text('{"model_type": "qwen2",')
     refused(qwen2, alone, "config.json")
 
 
-def test_no_weights(qwen2, alone):
+def test_a_checkpoint_without_weights_is_refused(qwen2, alone):
     (qwen2 / "model.safetensors").unlink()
     refused(qwen2, alone, "safetensors")
 
@@ -276,18 +276,18 @@ def test_no_weights(qwen2, alone):
         "model.norm.weight",
     ],
 )
-def test_a_missing_tensor(name, qwen2, alone):
+def test_a_missing_tensor_is_named(name, qwen2, alone):
     rewrite_weights(qwen2, lambda tensors: tensors.pop(name))
     refused(qwen2, alone, name)
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.o_proj.bias", "other"])
-def test_an_extra_tensor(name, qwen2, alone):
+def test_an_extra_tensor_is_named(name, qwen2, alone):
     rewrite_weights(qwen2, lambda tensors: tensors.update({name: torch.ones(3)}))
     refused(qwen2, alone, name)
 
 
-def test_tensors_that_no_model_needs_are_passed_over(tmp_path, alone):
+def test_superfluous_tensors_are_ignored(tmp_path, alone):
     directory = write_checkpoint(tmp_path, tiny_config("qwen2_tied"))
     before = stored(directory)
 
@@ -303,20 +303,20 @@ def test_tensors_that_no_model_needs_are_passed_over(tmp_path, alone):
 @pytest.mark.parametrize(
     "name", ["model.layers.0.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"]
 )
-def test_a_wrong_shape(name, qwen2, alone):
+def test_a_wrong_shape_is_named(name, qwen2, alone):
     rewrite_weights(qwen2, lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
     refused(qwen2, alone, name, "shape")
 
 
 @pytest.mark.parametrize("keep", [0, 4, 200, -100])
-def test_a_truncated_file(keep, qwen2, alone):
+def test_a_truncated_file_is_refused(keep, qwen2, alone):
     file = qwen2 / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:keep])
     refused(qwen2, alone, "model.safetensors")
 
 
-def test_a_truncated_file_is_one_that_safetensors_refuses_too(qwen2):
+def test_safetensors_refuses_the_truncated_file_too(qwen2):
     file = qwen2 / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with (
@@ -340,12 +340,12 @@ def test_a_truncated_file_is_one_that_safetensors_refuses_too(qwen2):
     ],
     ids=lambda rope: rope["rope_type"],
 )
-def test_a_foreign_rope(rope, qwen2, alone):
+def test_a_foreign_rope_is_refused(rope, qwen2, alone):
     rewrite_config(qwen2, rope_parameters=rope)
     refused(qwen2, alone, rope["rope_type"], "rope")
 
 
-def test_a_foreign_rope_in_the_old_spelling(qwen2, alone):
+def test_a_foreign_rope_in_the_old_spelling_is_refused(qwen2, alone):
     content = json.loads((qwen2 / "config.json").read_text())
     content.pop("rope_parameters", None)
     content |= {
@@ -356,7 +356,7 @@ def test_a_foreign_rope_in_the_old_spelling(qwen2, alone):
     refused(qwen2, alone, "yarn")
 
 
-def test_llama3_scaling_with_factors_that_megatron_lacks(tmp_path, alone):
+def test_llama3_scaling_with_other_factors_is_refused(tmp_path, alone):
     directory = write_checkpoint(tmp_path, tiny_config("llama3_rope"))
     rope = json.loads((directory / "config.json").read_text())["rope_parameters"]
     rewrite_config(directory, rope_parameters=rope | {"high_freq_factor": 8.0})
@@ -373,7 +373,7 @@ def test_llama3_scaling_with_factors_that_megatron_lacks(tmp_path, alone):
         ("llama", {"mlp_bias": True}),
     ],
 )
-def test_a_field_that_the_model_would_not_honour(family, change, tmp_path, alone):
+def test_a_field_without_effect_on_the_model_is_refused(family, change, tmp_path, alone):
     directory = write_checkpoint(tmp_path, tiny_config(family))
     rewrite_config(directory, **change)
     refused(directory, alone, *change)
@@ -383,12 +383,12 @@ def test_a_field_that_the_model_would_not_honour(family, change, tmp_path, alone
     ("size", "field"),
     [(3, "num_attention_heads"), (4, "num_key_value_heads"), (8, "num_attention_heads")],
 )
-def test_heads_that_tensor_parallel_ranks_do_not_divide(size, field, qwen2, alone):
+def test_heads_not_divisible_by_tensor_parallel_ranks_are_refused(size, field, qwen2, alone):
     policy = PolicyConfig(tensor_model_parallel_size=size)
     refused(qwen2, alone, field, "tensor_model_parallel_size", policy=policy)
 
 
-def test_an_intermediate_size_that_tensor_parallel_ranks_do_not_divide(tmp_path, alone):
+def test_an_intermediate_size_not_divisible_by_ranks_is_refused(tmp_path, alone):
     directory = write_checkpoint(tmp_path, tiny_config("qwen2", intermediate_size=45))
     policy = PolicyConfig(tensor_model_parallel_size=2)
     refused(directory, alone, "intermediate_size", "tensor_model_parallel_size", policy=policy)

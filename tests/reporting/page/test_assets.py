@@ -59,7 +59,7 @@ def test_the_accessibility_tree_has_figures_headings_and_choices(opened):
     assert re.search(r'- img "Policy entropy, nats per token\. STARE ends at 0\.\d+"', tree)
 
 
-def test_a_section_that_is_jumped_to_is_not_under_the_legend(opened):
+def test_a_link_to_a_section_shows_it_below_the_legend(opened):
     page = opened("two", reduced_motion="reduce")
     for width in (1280, 360):
         page.set_viewport_size({"width": width, "height": 700})
@@ -74,7 +74,7 @@ def test_a_section_that_is_jumped_to_is_not_under_the_legend(opened):
             assert heading >= legend, (width, place)
 
 
-def test_what_ran_is_on_the_page(opened):
+def test_the_page_describes_the_run(opened):
     text = opened("two").locator("#about").inner_text()
     assert "Settings on which the arms differ" in text and "loss.name" in text
     assert "not recorded" in text, "these runs were written without starting any"
@@ -134,7 +134,7 @@ def test_print_is_whole_and_light(opened):
     assert page.pdf(format="A4").startswith(b"%PDF")
 
 
-def test_what_is_thinned_says_so(opened):
+def test_the_page_says_which_figures_are_thinned(opened):
     assert "buckets" in opened("long").locator("#entropy").inner_text()
     assert "buckets" not in opened("plain").locator("#entropy").inner_text()
     assert "diagnostics.interval" in opened("plain").locator("#rollouts").inner_text()

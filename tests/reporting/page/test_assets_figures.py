@@ -59,7 +59,7 @@ def test_arms_are_shown_and_hidden_by_keyboard_in_all_figures(opened):
     dashes = page.eval_on_selector_all(
         ".legend .swatch line", "all => all.map(e => e.getAttribute('stroke-dasharray'))"
     )
-    assert len(set(dashes)) == 2, "told apart without colour"
+    assert len(set(dashes)) == 2, "distinct without colour"
     assert other.get_attribute("aria-pressed") == "true"
     other.focus()
     page.keyboard.press("Enter")
@@ -73,7 +73,7 @@ def test_arms_are_shown_and_hidden_by_keyboard_in_all_figures(opened):
     assert pixels(page, "--arm-0") > 300
 
 
-def test_a_zoom_holds_in_every_figure_over_steps(opened):
+def test_a_zoom_applies_to_every_figure_over_steps(opened):
     page = opened("many")
     drawn(page)
     over = page.locator("#entropy .u-over").bounding_box()

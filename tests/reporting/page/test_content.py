@@ -47,7 +47,7 @@ def test_a_comparison_has_means_findings_and_caveats(comparison):
     assert "GRPO-ds ends at" in found["lead"] and found["lead"].endswith("Seeds 0, 1.")
 
 
-def test_one_that_is_still_training_is_shown_as_far_as_it_is(comparison, tmp_path):
+def test_an_unfinished_run_is_shown_up_to_its_last_step(comparison, tmp_path):
     for arm in ("grpo_ds", "stare"):
         write_run(tmp_path / "seed0" / arm, 4, loss=arm)
     (tmp_path / "config.yaml").write_text("loss:\n  target_entropy: 0.3\n")
@@ -56,7 +56,7 @@ def test_one_that_is_still_training_is_shown_as_far_as_it_is(comparison, tmp_pat
     assert "still training" in found["caveats"][0]
 
 
-def test_arms_of_several_directories_are_told_apart(comparison, tmp_path):
+def test_arms_of_several_directories_have_distinct_names(comparison, tmp_path):
     write_run(tmp_path / "other", 5, loss="stare", seed=7)
     write_run(tmp_path / "third", 5, loss="clip_cov")
     found = content_of([comparison, tmp_path / "other", tmp_path / "third"])
@@ -68,7 +68,7 @@ def test_arms_of_several_directories_are_told_apart(comparison, tmp_path):
         content_of([comparison, comparison])
 
 
-def test_a_run_before_its_first_step(tmp_path):
+def test_a_run_without_a_step_has_a_page(tmp_path):
     write_run(tmp_path, 0)
     found = content_of([tmp_path])
     assert found["lead"] == "No step was taken yet." and found["figures"] == []
@@ -78,7 +78,7 @@ def test_a_run_before_its_first_step(tmp_path):
 def test_two_arms_keep_their_colours_and_others_differ():
     assert colours_of(["x", "STARE", "y", "GRPO-ds"]) == [2, 0, 3, 1]
     many = colours_of([f"arm{at}" for at in range(12)])
-    assert len(set(many)) == 8, "then they repeat; names still tell them apart"
+    assert len(set(many)) == 8, "then they repeat; the names stay distinct"
     assert enumerated(["a"]) == "a" and enumerated(["a", "b", "c"]) == "a, b and c"
 
 
@@ -87,7 +87,7 @@ def test_short_keeps_five_digits_and_every_kind():
     assert short(tree) == {"a": [0.12346, 2, 7], "b": ["x", None, True], "c": -123460.0}
 
 
-def test_a_weight_at_its_bound_is_said(tmp_path):
+def test_the_page_names_a_weight_at_its_bound(tmp_path):
     rows = [{"step": step, "weight_w": 2.0 if step > 2 else 1.9} for step in range(1, 11)]
     (tmp_path / "config.yaml").write_text("loss: {adaptive: true, w_max: 2.0}\n")
     [said] = at_bound([Run("STARE", "0", tmp_path, rows, {})])

@@ -11,12 +11,12 @@ from megatron_stare.reporting.page.content import faults_of, increases
 from megatron_stare.reporting.page.runs import Run
 
 
-def test_a_counter_that_falls_began_again():
+def test_a_falling_counter_means_a_restart():
     points = [(1, 0.0), (2, 2.0), (3, 2.0), (4, 1.0), (5, 4.0)]
     assert increases(points) == [(2, 2.0), (4, 1.0), (5, 3.0)]
 
 
-def test_faults_have_a_sum_and_the_steps_they_were_in(tmp_path):
+def test_faults_are_summed_and_listed_by_step(tmp_path):
     rows = [
         {"step": 1, "engine_restarts": 0.0, "nonfinite": 0.0, "verifier_kills": 2.0},
         {"step": 2, "engine_restarts": 1.0, "nonfinite": 1.0, "verifier_kills": 1.0},
@@ -32,7 +32,7 @@ def test_faults_have_a_sum_and_the_steps_they_were_in(tmp_path):
     ]
 
 
-def test_alarms_are_read_and_only_a_torn_last_line_is_forgiven(tmp_path):
+def test_alarms_are_read_and_only_a_torn_last_line_is_ignored(tmp_path):
     run = Run("STARE", "0", tmp_path, [], {})
     assert faults_of(run)["alarms"] == []
     write_alarm(tmp_path, 40)
@@ -66,6 +66,6 @@ def test_alarms_of_one_cause_share_a_row(tmp_path):
     assert (second["alarm"], third["steps"]) == ("gradient", [95]), "another remedy: another cause"
 
 
-def test_groups_dropped_by_policy_are_no_fault(tmp_path):
+def test_groups_that_a_setting_drops_are_not_faults(tmp_path):
     rows = [{"step": 1, "stale_groups_dropped": 7.0}]
     assert faults_of(Run("STARE", "0", tmp_path, rows, {}))["counts"] == []

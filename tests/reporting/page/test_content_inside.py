@@ -7,7 +7,7 @@ from megatron_stare.reporting.page import content
 from megatron_stare.reporting.page.runs import read_sources
 
 
-def test_steps_and_rollouts_within_their_room(tmp_path, monkeypatch):
+def test_steps_and_rollouts_stay_within_their_limits(tmp_path, monkeypatch):
     write_run(tmp_path, 30, every=2, tokens=50, rollouts=2)
     runs = read_sources([tmp_path])[0].runs
     (whole,) = content.inside_of(runs)
@@ -25,13 +25,13 @@ def test_steps_and_rollouts_within_their_room(tmp_path, monkeypatch):
     assert len(content.inside_of(runs)[0]["rollouts"]) == 1, "one is always there"
 
 
-def test_a_run_without_diagnostics_has_nothing_inside(tmp_path):
+def test_a_run_without_diagnostics_has_no_rollouts_on_its_page(tmp_path):
     write_run(tmp_path, 2)
     (found,) = content.inside_of(read_sources([tmp_path])[0].runs)
     assert found == {"recorded": 0, "steps": [], "rollouts": [], "sampled": 0}
 
 
-def test_any_beginning_of_the_order_is_spread():
+def test_every_prefix_of_the_order_is_spread_evenly():
     assert content._halving(5) == [4, 0, 2, 1, 3]
     assert content._halving(1) == [0] and content._halving(0) == []
     assert sorted(content._halving(100)) == [*range(100)]

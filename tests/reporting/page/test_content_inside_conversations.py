@@ -14,7 +14,7 @@ def test_chat_templates_are_split_into_turns():
     assert prompt_turns(llama) == [("prompt", "<|begin_of_text|>"), ("user", "Hi")]
 
 
-def test_any_other_text_is_one_prompt():
+def test_text_without_a_chat_template_is_one_prompt():
     for text in ("What is 1+1?", "", "<|im_start|>user", "a <|im_end|> b"):
         assert prompt_turns(text) == [("prompt", text)]
     between = "<|im_start|>user\nA<|im_end|>\nloose<|im_start|>user\nB<|im_end|>"

@@ -81,7 +81,7 @@ def test_phases_add_up_to_the_step():
     assert figures.stacked(run_of([{"step": 1}]), phases, 10) is None
 
 
-def test_figures_that_say_nothing_are_left_out():
+def test_figures_without_information_are_left_out():
     idle = [{"step": 1, "entropy": 0.3, "gate": 0.0, "weight_w": 1.0, "weight_m": 1.0}]
     names = [each["name"] for each in figures.figures_of([run_of(idle)])["figures"]]
     assert names == ["entropy"]

@@ -70,7 +70,7 @@ def test_hostile_texts_are_data_and_come_back_whole(tmp_path):
     assert "<title>&lt;/script&gt;" in page
 
 
-def test_nothing_is_fetched(tmp_path):
+def test_a_page_fetches_nothing_from_the_network(tmp_path):
     write_run(tmp_path, 2)
     page = render(content_of([tmp_path]))
     found = parsed(page)
@@ -93,7 +93,7 @@ def test_nothing_is_fetched(tmp_path):
     assert "connect-src 'self'" in live
 
 
-def test_numbers_that_json_has_not_are_refused():
+def test_numbers_outside_of_json_are_refused():
     with pytest.raises(ValueError, match="JSON"):
         as_json({"a": float("nan")})
     assert printable("a\x00\ud800b\n") == "a\ufffd\ufffdb\n"

@@ -42,7 +42,7 @@ class Queueing(Scripted):
         return future
 
     def hold(self, together: int) -> None:
-        """Answer nothing until so many requests wait."""
+        """Answer nothing until `together` requests wait."""
         self.together = together
 
     def _serve(self) -> None:
@@ -95,7 +95,7 @@ class Crowd:
             "objects": _count(AgentSession, Node, Delivery),
         }
 
-    def settled(self, before: dict[str, Any], seconds: float = 30.0) -> dict[str, Any]:
+    def held_at_last(self, before: dict[str, Any], seconds: float = 30.0) -> dict[str, Any]:
         """`held`, once it equals `before` or after some seconds: connections close by themselves
         shortly after the last answer. Some of an earlier test may have been open in `before`: fewer
         open files count as equal.

@@ -110,7 +110,7 @@ def test_an_agent_that_returns_nothing_is_judged_by_verifiers_or_not_at_all(
     assert judged(rollout, "math").reward == 1.0
 
 
-def test_an_episode_whose_host_dies_is_begun_once_more(tokenizer: PreTrainedTokenizerBase):
+def test_an_episode_whose_host_dies_starts_once_more(tokenizer: PreTrainedTokenizerBase):
     rollout, inner = played(tokenizer, lambda *_: "12<|end|>", function="dies")
     assert rollout.outcome == 1.0 and len(inner.log) == 2
     assert inner.requests[0].seed == inner.requests[1].seed, "the second try samples the same"
@@ -133,7 +133,7 @@ def test_a_limit_refuses_further_calls_and_the_episode_is_truncated(
     assert rollout.status == "truncated" and rollout.episode[f"ended/{limit}"] == 1
     assert rollout.episode["calls"] == len(inner.log) and len(rollout.lengths) == 1
     check_against_log(rollout, inner)
-    assert judged(rollout, "episode").reward is None, "nobody gave a reward: it is not 0"
+    assert judged(rollout, "episode").reward is None, "a missing reward is not 0"
     assert judged(rollout, "math").reward == 1.0
 
 
@@ -196,6 +196,6 @@ def test_an_agent_that_cannot_be_loaded_is_refused(
         ({"agents.function": "a.b", "policy.routing_replay": "rollout"}, "routing_replay"),
     ],
 )
-def test_settings_that_contradict_one_another_are_refused(overrides: dict[str, Any], message: str):
+def test_contradicting_settings_are_refused(overrides: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
         override(Config(), [f"{key}={value}" for key, value in overrides.items()])

@@ -113,7 +113,7 @@ def test_chunks_joined_are_the_json_answer(tokenizer: PreTrainedTokenizerBase, t
     asyncio.run(play())
 
 
-def test_keys(tokenizer: PreTrainedTokenizerBase):
+def test_requests_need_the_key_of_a_running_session(tokenizer: PreTrainedTokenizerBase):
     async def play() -> None:
         async with Client(tokenizer, lambda *_: "12<|end|>") as client:
             other = client.another()
@@ -163,7 +163,7 @@ def test_ten_thousand_unknown_keys_sample_nothing(tokenizer: PreTrainedTokenizer
         ({"messages": [{"role": "user", "content": "1" * 300}]}, "maximum context length is 256"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_in_words(
+def test_unanswerable_requests_are_refused_in_words(
     tokenizer: PreTrainedTokenizerBase, body: Any, said: str
 ):
     async def play() -> None:

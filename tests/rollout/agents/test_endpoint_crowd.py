@@ -31,7 +31,7 @@ def test_512_sessions_at_a_time_get_every_answer_once_and_leave_nothing(monkeypa
         assert 0 < crowd.engine.endpoint.counts["lost_connections"] <= SESSIONS * TURNS // 4
         # All sessions' first calls waited in the engine before it gave an answer.
         assert len(set(crowd.inner.answered[:SESSIONS])) == SESSIONS
-        assert crowd.settled(before) == before
+        assert crowd.held_at_last(before) == before
         assert len(crowd.engine.endpoint._over) == SESSIONS, "old keys are forgotten"
     finally:
         crowd.engine.close()

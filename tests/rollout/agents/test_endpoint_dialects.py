@@ -96,7 +96,7 @@ def test_instructions_are_not_carried_over(tokenizer: PreTrainedTokenizerBase):
         ("tokenize", {}, "messages"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_in_words(
+def test_unanswerable_requests_are_refused_in_words(
     tokenizer: PreTrainedTokenizerBase, path: str, body: Any, said: str
 ):
     async def play() -> None:
@@ -107,7 +107,7 @@ def test_what_cannot_be_answered_is_refused_in_words(
     asyncio.run(play())
 
 
-def test_a_client_that_renders_itself_gets_the_ids(tokenizer: PreTrainedTokenizerBase):
+def test_a_client_with_its_own_rendering_gets_token_ids(tokenizer: PreTrainedTokenizerBase):
     async def play() -> None:
         async with Client(tokenizer, lambda *_: "12<|end|>") as client:
             _, found = await post(client, "tokenize", ASKED)
@@ -136,7 +136,7 @@ def test_a_client_that_renders_itself_gets_the_ids(tokenizer: PreTrainedTokenize
     asyncio.run(play())
 
 
-def test_ways_to_a_session_without_a_key_of_its_own(tokenizer: PreTrainedTokenizerBase):
+def test_a_header_or_metadata_may_name_the_session(tokenizer: PreTrainedTokenizerBase):
     async def play() -> None:
         async with Client(tokenizer, lambda *_: "1<|end|>") as client:
             other, path = client.another(), "v1/chat/completions"

@@ -1,4 +1,4 @@
-"""Games of TextArena between the scripted policy and another server, in either seat."""
+"""Games of TextArena between the scripted policy and another server, as either player."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ def games(tokenizer: Any, opponent: dict[str, str], answer: Any) -> tuple[list[A
     return play(inner, tokenizer, PYTHON, "text_arena", rows), inner
 
 
-def test_each_seat_gets_its_own_reward(tokenizer: PreTrainedTokenizerBase, opponent: Any):
+def test_each_player_gets_its_own_reward(tokenizer: PreTrainedTokenizerBase, opponent: Any):
     """First free cell against last free cell: the one that begins has a row full first."""
     rollouts, inner = games(tokenizer, opponent, lambda text, _: f"{free(text)[0]}<|end|>")
     assert [rollout.outcome for rollout in rollouts] == [1.0, -1.0]
     logged = [prompt + given for prompt, given in inner.log]
-    for seat, rollout in enumerate(rollouts):
-        assert rollout.episode[f"agent/seat_{seat}"] == rollout.outcome
-        assert rollout.episode["calls"] == 3 - seat and rollout.status == "completed"
+    for player, rollout in enumerate(rollouts):
+        assert rollout.episode[f"agent/player_{player}"] == rollout.outcome
+        assert rollout.episode["calls"] == 3 - player and rollout.status == "completed"
         assert len(rollout.lengths) == 1 and rollout.response_ids.tolist() in logged
         text = tokenizer.decode(rollout.response_ids)
-        assert f"You are Player {seat}" in text and text.count("You are Player") == 1
+        assert f"You are Player {player}" in text and text.count("You are Player") == 1
     trained = sum(rollout.loss_tokens for rollout in rollouts)
     assert trained == sum(len(given) for _, given in inner.log), "the policy's tokens alone"
 

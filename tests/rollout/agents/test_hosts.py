@@ -65,7 +65,7 @@ def test_a_command_is_an_agent(tokenizer: PreTrainedTokenizerBase, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kills", [2, 3])
-def test_a_host_that_is_killed_before_it_is_ready_is_started_again(
+def test_a_host_that_is_killed_before_it_is_ready_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
 ):
     write_module(tmp_path, kills, "def agent(row, endpoint):\n    return 1.0\n")

@@ -42,7 +42,7 @@ def test_a_turn_is_ended_where_the_model_did_not_end_it(
 
 
 @pytest.mark.parametrize("role", ["user", "tool", "system"])
-def test_what_others_say_never_becomes_a_special_token(
+def test_foreign_text_never_becomes_a_special_token(
     renderer: Renderer, tokenizer: PreTrainedTokenizerBase, role: str
 ):
     message = {"role": role, "content": HOSTILE}
@@ -76,7 +76,7 @@ def test_one_broken_call_does_not_take_the_others_with_it(
         ("b", "", "b"),
     ],
 )
-def test_thinking_is_apart(
+def test_thinking_is_separated_from_the_answer(
     renderer: Renderer,
     tokenizer: PreTrainedTokenizerBase,
     text: str,

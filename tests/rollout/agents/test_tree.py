@@ -76,7 +76,7 @@ def with_arguments(text: str, **changes: Any) -> Message:
         (with_arguments(SERVED["tool_calls"][0]["function"]["arguments"], id="other"), None),
     ],
 )
-def test_which_differences_continue_the_sequence(echo: Message, kinds: set[str] | None):
+def test_small_differences_continue_the_sequence(echo: Message, kinds: set[str] | None):
     tree = tree_of_one()
     parent = tree.parent_of([ASKED, echo, RESULT], "")
     if kinds is None:
@@ -100,7 +100,7 @@ def test_integers_that_javascript_rounds_are_a_rewrite():
     ("tolerate", "continued"),
     [("none", (False, False)), ("format", (True, False)), ("format+reasoning", (True, True))],
 )
-def test_what_is_tolerated_is_a_setting(tolerate: str, continued: tuple[bool, bool]):
+def test_tolerated_differences_are_a_setting(tolerate: str, continued: tuple[bool, bool]):
     for echo, expected in zip(
         (echoed(content=""), echoed(reasoning_content="absent")), continued, strict=True
     ):

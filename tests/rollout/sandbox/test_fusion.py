@@ -45,7 +45,7 @@ def remote(server):
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed", ""),
     ],
 )
-def test_a_call(remote, server, code, reason, stdout):
+def test_a_call_returns_its_output(remote, server, code, reason, stdout):
     result = remote.run(code, "41\n", wall_seconds=1.0)
     assert (result.reason, result.stdout, result.value) == (reason, stdout, None)
     assert result.seconds > 0
@@ -87,7 +87,7 @@ def test_code_that_a_working_server_does_not_answer_is_lost_and_not_the_server(r
     assert remote.run("print(2)").stdout == "2\n"
 
 
-def test_what_is_no_unicode_is_answered_by_no_server(remote, server):
+def test_invalid_unicode_is_sent_to_no_server(remote, server):
     before = len(server.requests)
     result = remote.run("print('\ud800')")
     assert result.reason == "error" and "surrogates not allowed" in result.stderr
@@ -96,10 +96,10 @@ def test_what_is_no_unicode_is_answered_by_no_server(remote, server):
 
 
 def test_an_answer_with_halves_of_pairs_is_made_text(remote, server):
-    told = '{"status": "Success", "run_result": {"status": "Finished", "return_code": 0, '
-    server.faults[:] = [(told + '"stdout": "\\ud800", "stderr": ""}}').encode()]
+    start = '{"status": "Success", "run_result": {"status": "Finished", "return_code": 0, '
+    server.faults[:] = [(start + '"stdout": "\\ud800", "stderr": ""}}').encode()]
     assert remote.run("print(1)").stdout == "?"
-    odd = told + '"stdout": "", "stderr": "", "execution_time": [1]}}'
+    odd = start + '"stdout": "", "stderr": "", "execution_time": [1]}}'
     server.faults[:] = [odd.encode()]
     assert remote.run("print(1)").stdout == "1\n"
 
@@ -126,7 +126,7 @@ def test_the_config_says_which_sandbox(server):
         opened.close()
 
 
-def test_an_answer_without_an_end_is_no_answer(monkeypatch):
+def test_an_endless_answer_is_a_fault(monkeypatch):
     """Every byte comes in time, and the answer never ends."""
     monkeypatch.setattr(fusion, "QUEUE_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listening:

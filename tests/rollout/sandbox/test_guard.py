@@ -13,10 +13,10 @@ CODE = """
 import os, signal, sys
 from megatron_stare.rollout.sandbox import guard
 empty = guard.empty_directory
-def told_again(directory):
+def signalled_again(directory):
     os.kill(os.getpid(), signal.SIGTERM)
     empty(directory)
-guard.empty_directory = told_again
+guard.empty_directory = signalled_again
 child = os.fork()
 if not child:
     os._exit(0)

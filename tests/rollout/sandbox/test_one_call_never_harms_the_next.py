@@ -28,7 +28,7 @@ POISON = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_next_call_is_not_blamed_for_what_a_program_left(kind):
+def test_remains_of_a_program_are_not_faults_of_the_next_call(kind):
     with open_kind(kind, warm_workers=2) as sandbox:
         for code in POISON:
             for _ in range(2):
@@ -43,7 +43,7 @@ def test_the_next_call_is_not_blamed_for_what_a_program_left(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_interpreters_that_died_while_idle_are_no_calls_fault(kind):
+def test_interpreters_that_died_while_idle_are_not_faults_of_a_call(kind):
     with open_kind(kind, warm_workers=2) as sandbox:
         sandbox.run("1")
         for worker in list(sandbox._idle):  # others may still come
@@ -54,7 +54,7 @@ def test_interpreters_that_died_while_idle_are_no_calls_fault(kind):
         session.close()
 
 
-def test_where_the_directory_cannot_be_emptied_the_next_call_gets_another_interpreter(tmp_path):
+def test_a_guard_that_gives_up_costs_only_its_interpreter(tmp_path):
     """A guard that gives up says so after its answer, when no request waits."""
     with open_kind("limits without namespaces", warm_workers=1) as sandbox:
         first = sandbox._idle[0]
@@ -66,7 +66,7 @@ def test_where_the_directory_cannot_be_emptied_the_next_call_gets_another_interp
         assert first not in sandbox._idle
 
 
-def test_a_signal_without_a_name_is_told_by_number():
+def test_a_signal_without_a_name_is_reported_by_number():
     with open_kind("limits") as sandbox:
         assert sandbox.run("import os; os.kill(os.getpid(), 40)").detail.endswith("by signal 40")
 
@@ -103,7 +103,7 @@ def test_files_without_bytes_are_bounded_in_number(kind):
         assert sandbox.run("import os; os.listdir('.')").value == "[]"
 
 
-def test_room_that_cannot_be_measured_counts_as_too_much():
+def test_unmeasurable_disk_use_counts_as_too_much():
     """As a user without rights: root sees into every directory."""
     if unprivileged.refusal():
         pytest.skip(unprivileged.refusal())
@@ -158,7 +158,7 @@ def test_a_tree_deeper_than_there_are_descriptors_is_removed(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["'\\ud800'", "'\\udfff' * 3"])
-def test_a_value_that_is_no_unicode_is_made_text(value):
+def test_a_value_with_invalid_unicode_becomes_text(value):
     code = f"class Odd:\n  def __repr__(self): return {value}\nOdd()"
     with open_kind("limits") as sandbox:
         result = sandbox.run(code)

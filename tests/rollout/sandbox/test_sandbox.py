@@ -158,7 +158,7 @@ def test_a_session_keeps_variables_and_files_and_survives_errors(sandbox):
     assert sandbox.run("import os; os.listdir('.')").value == "[]"
 
 
-def test_nothing_of_a_session_runs_between_its_calls(sandbox):
+def test_a_session_runs_no_code_between_its_calls(sandbox):
     session = sandbox.session()
     session.run(
         "import threading, time\nlongest = 0.0\n"
@@ -220,7 +220,7 @@ def test_numpy_and_sympy_run_under_the_default_limits():
         )
 
 
-def test_closing_leaves_nothing_behind():
+def test_closing_leaves_no_process_and_no_file():
     before = Surroundings()
     for kind in KINDS:
         if kind != "bubblewrap" or not bubblewrap_refusal():
@@ -334,7 +334,7 @@ def test_state_on_a_remote_sandbox_is_refused():
         override(Config(), ["sandbox.url=http://host:1", "sandbox.stateful=true"])
 
 
-def test_what_is_missing_is_said_once(caplog):
+def test_a_missing_protection_is_reported_once(caplog):
     protections.warn.cache_clear()
     with (
         caplog.at_level(logging.WARNING),

@@ -89,7 +89,7 @@ class Outside:
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls of x86-64")
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_attack_gains(kind, tmp_path_factory, monkeypatch):
+def test_no_attack_earns_a_reward(kind, tmp_path_factory, monkeypatch):
     monkeypatch.setenv("SECRET_OF_TEST", "SECRETOFRUN")
     gained = []
     with (

@@ -59,7 +59,7 @@ def needs(sandbox, *protections):
         pytest.skip(f"nothing of {protections} here: a gap that is documented")
 
 
-def test_fork_bomb(sandbox):
+def test_a_fork_bomb_is_contained(sandbox):
     result = sandbox.run("import os\nn = 0\nwhile True:\n  if os.fork(): n += 1", wall_seconds=2)
     assert result.reason == "error"
     assert "BlockingIOError" in result.stderr
@@ -67,7 +67,7 @@ def test_fork_bomb(sandbox):
     assert sandbox.run("1 + 1").value == "2"
 
 
-def test_thread_bomb(sandbox):
+def test_a_thread_bomb_is_contained(sandbox):
     code = (
         "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,), "
         "daemon=True).start()"
@@ -84,21 +84,21 @@ def test_thread_bomb(sandbox):
         "import os\nfor _ in range(3): os.fork()\nx = bytearray(1 << 29)",
     ],
 )
-def test_memory_bomb(sandbox, code):
+def test_a_memory_bomb_is_contained(sandbox, code):
     assert sandbox.run(code).reason in ("memory", "error")
 
 
 @pytest.mark.parametrize(
     "place", ["/tmp", "/var/tmp", "/dev/shm", "/", "/etc", "/root", os.getcwd()]
 )
-def test_writing_outside(sandbox, place):
+def test_writing_outside_of_the_sandbox_fails(sandbox, place):
     needs(sandbox, "files")
     path = os.path.join(place, "escaped")
     sandbox.run(f"open({path!r}, 'w').write('x')")
     assert not os.path.exists(path)
 
 
-def test_reading_what_is_not_meant_for_it(sandbox, tmp_path):
+def test_reading_secret_files_fails(sandbox, tmp_path):
     needs(sandbox, "files")
     secret = tmp_path / "secret"
     secret.write_text("words")
@@ -109,7 +109,7 @@ def test_reading_what_is_not_meant_for_it(sandbox, tmp_path):
         assert sandbox.run(f"open({str(path)!r}).read()").reason == "error"
 
 
-def test_network(sandbox):
+def test_the_network_is_unreachable(sandbox):
     needs(sandbox, "network", "calls")
     hits = []
 
@@ -137,7 +137,7 @@ def test_network(sandbox):
         server.server_close()
 
 
-def test_signals_to_processes_outside(sandbox):
+def test_signals_to_processes_outside_fail(sandbox):
     needs(sandbox, "user", "processes", "signals")
     victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
@@ -157,7 +157,7 @@ def test_signals_to_processes_outside(sandbox):
         victim.wait()
 
 
-def test_the_environment_and_memory_of_processes_outside(sandbox, monkeypatch):
+def test_environment_and_memory_of_processes_outside_are_unreadable(sandbox, monkeypatch):
     needs(sandbox, "user", "processes", "files")
     victim = subprocess.Popen(["/bin/sleep", "60"], env={"SECRET_OF_THE_TRAINER": "hunter2"})
     try:
@@ -186,7 +186,7 @@ def test_the_environment_and_memory_of_processes_outside(sandbox, monkeypatch):
         victim.wait()
 
 
-def test_tracing_and_reaching_into_other_processes(sandbox):
+def test_tracing_other_processes_fails(sandbox):
     needs(sandbox, "calls")
     column = list(AUDIT).index(platform.machine())
     names = "ptrace process_vm_readv process_vm_writev pidfd_open pidfd_getfd unshare mount shmat"
@@ -207,7 +207,7 @@ def test_tracing_and_reaching_into_other_processes(sandbox):
     "command",
     ["yes", "cat /dev/zero", "while :; do echo $$ >&2; done", "sleep 0.1; yes | head -c 1000000"],
 )
-def test_infinite_output_of_a_child(sandbox, command):
+def test_infinite_output_of_a_child_is_cut(sandbox, command):
     result = sandbox.run(
         f"import subprocess; subprocess.run(['/bin/sh', '-c', {command!r}])", wall_seconds=3
     )
@@ -215,7 +215,7 @@ def test_infinite_output_of_a_child(sandbox, command):
     assert len(result.stdout) + len(result.stderr) < 3 * 65536 + 200
 
 
-def test_orphans(sandbox):
+def test_orphans_are_killed(sandbox):
     code = (
         "import os, time, signal\n"
         "if os.fork() == 0:\n"
@@ -251,7 +251,7 @@ def test_orphans(sandbox):
         "OSError: pass",
     ],
 )
-def test_the_channel_of_results(sandbox, code):
+def test_the_result_channel_cannot_be_forged(sandbox, code):
     result = sandbox.run(code, wall_seconds=1)
     assert result.reason in ("ok", "error", "killed", "timeout")
     assert sandbox.run("'own'").value == "'own'"
@@ -286,11 +286,11 @@ def test_a_fake_result_of_a_session_is_not_taken_for_the_next_calls(sandbox):
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))",
     ],
 )
-def test_strange_ends(sandbox, code):
+def test_unusual_exits_are_reported(sandbox, code):
     assert sandbox.run(code, wall_seconds=1).reason in ("error", "killed", "memory", "timeout")
 
 
-def test_stopping_itself_and_ignoring_signals(sandbox):
+def test_a_call_that_ignores_signals_is_killed(sandbox):
     assert (
         sandbox.run(
             "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", wall_seconds=0.3
@@ -314,7 +314,7 @@ def test_pairs_of_sockets_are_streams(sandbox):
         assert "PermissionError" in result.stderr
 
 
-def test_filling_the_disk(sandbox):
+def test_a_full_disk_of_a_call_harms_no_other(sandbox):
     one = sandbox.run("f = open('one', 'wb')\nwhile True: f.write(b'x' * 65536)", wall_seconds=5)
     assert one.reason in ("error", "killed")
     many = "n = 0\nwhile True:\n  n += 1\n  open(str(n), 'wb').write(b'x' * 1000000)"
@@ -325,7 +325,7 @@ def test_filling_the_disk(sandbox):
     assert empty.reason in ("error", "killed", "timeout")
 
 
-def test_directories_that_are_hard_to_remove(sandbox):
+def test_directories_that_are_hard_to_remove_are_removed(sandbox):
     deep = "import os\nfor _ in range(1500):\n  os.mkdir('d'); os.chdir('d')"
     assert sandbox.run(deep, wall_seconds=5).reason in ("ok", "error", "killed")
     closed = (

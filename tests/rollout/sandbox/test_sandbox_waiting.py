@@ -13,7 +13,7 @@ from megatron_stare.rollout.tools.environment import Budget, Episode, ToolResult
 from tests.rollout.sandbox.sandboxes import open_kind
 
 
-def test_idle_sessions_are_bounded_and_who_was_given_up_is_told():
+def test_idle_sessions_are_bounded_and_a_closed_one_says_so():
     with open_kind("limits", max_sessions=2) as sandbox:
         sessions = [sandbox.session() for _ in range(3)]
         for number, session in enumerate(sessions):
@@ -31,7 +31,7 @@ def test_idle_sessions_are_bounded_and_who_was_given_up_is_told():
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-def test_a_wait_for_a_place_is_none_of_the_calls_time(stateful: bool):
+def test_waiting_for_a_free_interpreter_does_not_count_as_call_time(stateful: bool):
     on_start = threading.Event()
     with open_kind("limits") as sandbox:
         runner = sandbox.session() if stateful else sandbox

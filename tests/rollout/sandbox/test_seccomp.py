@@ -96,7 +96,7 @@ def test_the_numbers_are_the_headers(machine):
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_what_is_refused_and_what_is_not(machine):
+def test_system_calls_are_refused_or_allowed_as_listed(machine):
     null, pointer, high = 0, 0x7FFF12340000, 1 << 32
     cases = [
         (("ptrace", 16, 1), REFUSE),

@@ -1,9 +1,9 @@
 """A server that speaks SGLang's protocol and computes nothing, in a process of its own.
 
-Its answers follow from their place alone: the id at place p behind the beginning of the prompt is
+Its answers follow from their place alone: the id at place p from the start of the prompt is
 `id_at(p)` with log-prob `logprob_at(p)`, and a response ends with a stop id at place `end_of(first
-id of the prompt)`. So whoever goes on behind a part gets what an uninterrupted answer would have
-been, and a token that is lost, doubled or moved shows.
+id of the prompt)`. So a continuation of a part equals an uninterrupted answer, and
+a token that is lost, doubled or moved shows.
 
 Run as a program it prints its port and serves until its parent ends or closes its input.
 """
@@ -26,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 CONTEXT = 1 << 20
-PERIOD = 57 * 7  # after so many places ids and log-probs begin again
+PERIOD = 57 * 7  # ids and log-probs repeat after this number of places
 
 
 def id_at(place: int) -> int:
@@ -57,7 +57,7 @@ def rendered(table: list[str], begin: int, end: int, last: str) -> str:
 
 @dataclass
 class Fake:
-    """What the server was told to be, and what it has seen."""
+    """The settings of the server, and the requests that it has seen."""
 
     shortest: int = 20
     longest: int = 20
@@ -135,7 +135,7 @@ class Fake:
         return answers.get(path, {})
 
     async def generate(self, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        """An answer, whole or in pieces, ended early where it is told to be."""
+        """An answer, whole or in pieces, which a setting may end early."""
         known, sampling, rid = asked["input_ids"], asked["sampling_params"], asked["rid"]
         stream, begin = asked.get("stream", False), len(known)
         last = self.end_of(known[0])

@@ -32,7 +32,7 @@ def tiny_model(directory: Path) -> Model:
 
 @contextlib.contextmanager
 def idle_pool(model: Model, logs: Path, **settings: Any) -> Iterator[SGLangPool]:
-    """A pool of three servers that nobody asks anything, with weights of version 1;
+    """A pool of three servers that receive no requests, with weights of version 1;
     its thread does not run.
     """
     urls = [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]

@@ -59,7 +59,7 @@ class Proxy(ThreadingHTTPServer):
         self.server_close()
 
 
-def spoilt(content: bytes, fault: Change) -> bytes:
+def damaged(content: bytes, fault: Change) -> bytes:
     """The answer, of a stream its last event, as the fault leaves it."""
     before, _, after = content.rpartition(b"data: [DONE]")
     *events, last = (before or after).rstrip().split(b"\n\n")
@@ -105,12 +105,12 @@ class Handler(BaseHTTPRequestHandler):
                 self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
         elif isinstance(fault, int):
-            self.reply(fault, b'{"error": "told to fail"}')
+            self.reply(fault, b'{"error": "asked to fail"}')
         elif fault == "garbage":
             self.reply(200, b"<html>not what you asked for")
         else:
             status, content = self.forward(corrupted(body) if fault == "corrupt" else body)
-            self.reply(status, spoilt(content, fault) if callable(fault) else content)
+            self.reply(status, damaged(content, fault) if callable(fault) else content)
 
     def forward(self, body: bytes) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.server.target_port)

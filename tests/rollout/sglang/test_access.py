@@ -118,10 +118,10 @@ def test_a_refused_key_is_said_at_once(key: str, keyed: str, model: Model, tmp_p
         asyncio.run(Server("a", model, settings, keyed).start())
 
 
-def test_a_launched_server_gets_the_key_and_nobody_reads_it(tmp_path: Path):
+def test_a_launched_server_gets_the_key_in_secret(tmp_path: Path):
     log = tmp_path / "servers" / "log.txt"
     log.parent.mkdir()
-    log.touch(0o644)  # of an earlier life without a key
+    log.touch(0o644)  # of an earlier attempt without a key
     # What it is given, and the file that it is pointed to.
     echo = ["sh", "-c", 'for last; do :; done; echo "args: $*"; cat "$last"; exit 3', "sh"]
     process = ServerProcess(echo, "model", ["--tp-size", "2"], log, "127.0.0.1", 1, KEY)
@@ -146,7 +146,7 @@ def test_the_key_is_in_no_file_and_no_message(tmp_path: Path):
     dump(config, tmp_path / "config.yaml")
     assert KEY not in (tmp_path / "config.yaml").read_text()
     assert load(tmp_path / "config.yaml").sglang.api_key == ""
-    assert config.sglang.api_key == KEY, "the run goes on with it"
+    assert config.sglang.api_key == KEY, "the run keeps it"
     assert not list(differences(config, Config()))
     shown = without_secrets(["train", f"sglang.api_key={KEY}", "run.seed=2"])
     assert shown == ["train", "sglang.api_key=***", "run.seed=2"]
@@ -181,7 +181,7 @@ def test_a_key_that_no_header_carries_is_refused_and_not_shown(key: str):
         ({"urls": ["http://node1:2"], "api_key": KEY}, []),
     ],
 )
-def test_servers_that_stand_open_are_named(
+def test_servers_without_a_key_are_named(
     settings: dict[str, Any],
     found: list[str],
     model: Model,
@@ -199,7 +199,7 @@ def test_servers_that_stand_open_are_named(
         assert all(url in caplog.text for url in found)
 
 
-def test_others_are_told_an_address_that_they_can_use(monkeypatch: pytest.MonkeyPatch):
+def test_other_nodes_receive_a_reachable_address(monkeypatch: pytest.MonkeyPatch):
     assert public_url("127.0.0.1", 5) == "http://127.0.0.1:5"
     assert public_url("node1", 5) == "http://node1:5"
     assert public_url("fe00::7", 5) == "http://[fe00::7]:5"
@@ -212,7 +212,7 @@ def test_others_are_told_an_address_that_they_can_use(monkeypatch: pytest.Monkey
     assert public_url("0.0.0.0", 5) == "http://node7:5"
 
 
-def test_serve_prints_what_another_node_can_use(
+def test_serve_prints_a_reachable_address(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(access, "address_towards", lambda host: "10.1.2.3")
@@ -241,7 +241,7 @@ def test_restarts_in_a_row_wait_longer_and_longer(model: Model, monkeypatch: pyt
     waits = []
     for _ in range(8):
         waits.append(one.pause_before_start())
-        one.ready_at, now[0] = now[0], now[0] + 5  # five seconds of life
+        one.ready_at, now[0] = now[0], now[0] + 5  # it runs for five seconds
     assert waits == [0, 2, 4, 8, 16, 32, 60, 60]
     assert other.pause_before_start() == 0, "each server for itself"
     one.ready_at, now[0] = now[0], now[0] + server.STEADY_SECONDS + 1

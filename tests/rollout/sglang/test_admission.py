@@ -18,7 +18,7 @@ def test_rollouts_of_a_prompt_go_to_one_server_while_none_is_far_busier(
     model = tiny_model(tmp_path / "model")
     with idle_pool(model, tmp_path, max_concurrency=1000) as pool:
 
-        async def take(prompt: int, count: int) -> list[str]:
+        async def acquire(prompt: int, count: int) -> list[str]:
             asked = [Request((1,), (0, 0, prompt, number)) for number in range(count)]
             found = [await pool.admission.acquire(request) for request in asked]
             return [server.name[-1] for server in found if server]
@@ -27,16 +27,16 @@ def test_rollouts_of_a_prompt_go_to_one_server_while_none_is_far_busier(
         for prompt in range(60):
             for server in pool.servers:
                 server.in_flight = 10
-            (home,) = set(asyncio.run(take(prompt, 8)))
+            (home,) = set(asyncio.run(acquire(prompt, 8)))
             homes.append(home)
         assert all(12 <= homes.count(name) <= 28 for name in "123")
         for server in pool.servers:
             server.in_flight = 0
-        asyncio.run(take(0, 300))
+        asyncio.run(acquire(0, 300))
         loads = sorted(server.in_flight for server in pool.servers)
         assert sum(loads) == 300 and loads[-1] == 133, "1.25 x 100 + 8"
     with idle_pool(model, tmp_path) as pool:
-        assert asyncio.run(take(7, 1)) == [homes[7]]
+        assert asyncio.run(acquire(7, 1)) == [homes[7]]
 
 
 def test_waiting_requests_are_served_in_the_order_in_which_their_prompts_were_drawn(

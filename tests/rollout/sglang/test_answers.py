@@ -44,7 +44,7 @@ def drawn(count: int) -> list[Any]:
 
 @pytest.mark.parametrize("separators", [SPACED, COMPACT])
 @pytest.mark.parametrize("count", [0, 1, 500])
-def test_numbers_are_those_that_were_written(separators: Any, count: int):
+def test_numbers_are_read_exactly(separators: Any, count: int):
     content = answer(drawn(count))
     text = json.dumps(content, separators=separators).encode()
     # its last lists are not those of the tokens: read as they stand
@@ -75,7 +75,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("separators", [SPACED, COMPACT])
 @pytest.mark.parametrize("fault", BROKEN)
-def test_what_is_out_of_order_is_taken_or_refused_as_it_stands(fault: str, separators: Any):
+def test_both_decoders_agree_on_broken_answers(fault: str, separators: Any):
     content = answer(BROKEN[fault], output_ids=[3, 4])
     del content["meta_info"]["input_top_logprobs"]
     outcomes = []
@@ -119,30 +119,32 @@ def test_experts_are_those_of_the_layers_that_have_some():
         (numpy.zeros(3, numpy.uint8), 1, "3 bytes of expert choices"),
     ],
 )
-def test_experts_that_cannot_be(routed: numpy.ndarray, rows: int, words: str):
+def test_impossible_experts_are_refused(routed: numpy.ndarray, rows: int, words: str):
     with pytest.raises(FaultyAnswer, match=words):
         routing_of(routed.tobytes(), rows, SHAPE)
 
 
-def read_ids(beside: list[int], hidden: Any = None) -> dict[str, Any]:
-    """What a server says of ids that it only reads, with these written beside the log-probs."""
-    told = [[-0.5 * place, label, None] for place, label in enumerate(beside)]
-    top = [None, *([[-0.1, label + 1, None]] for label in beside[1:])]
-    told[0][0] = None
-    return {"meta_info": {"input_token_logprobs": told, "input_top_logprobs": top} | (hidden or {})}
+def read_ids(written: list[int], hidden: Any = None) -> dict[str, Any]:
+    """A server's answer for ids that it only reads; its log-probs name these ids."""
+    logprobs = [[-0.5 * place, label, None] for place, label in enumerate(written)]
+    top = [None, *([[-0.1, label + 1, None]] for label in written[1:])]
+    logprobs[0][0] = None
+    return {
+        "meta_info": {"input_token_logprobs": logprobs, "input_top_logprobs": top} | (hidden or {})
+    }
 
 
-def test_what_a_server_reads():
+def test_a_servers_scores_are_read():
     """The vocabulary's last id is written as 0; hidden states come in pieces, and with one more of
-    the token that is sampled behind.
+    the token that is sampled after them.
     """
     ids = numpy.array([3, 4, 9, 1], numpy.int32)
     states = numpy.arange(10.0).reshape(5, 2)
     hidden = {"hidden_states": [states[:2].tolist(), states[2:].tolist()]}
-    for beside in ([3, 4, 9, 1], [3, 4, 0, 1]):
-        found = read_prefill(read_ids(beside, hidden), ids, 10)
+    for written in ([3, 4, 9, 1], [3, 4, 0, 1]):
+        found = read_prefill(read_ids(written, hidden), ids, 10)
         assert found.logprobs.tolist() == [-0.5, -1.0, -1.5]
-        assert found.likeliest.tolist() == [label + 1 for label in beside[1:]]
+        assert found.likeliest.tolist() == [label + 1 for label in written[1:]]
         assert found.hidden is not None and found.hidden.tolist() == states[:4].tolist()
     assert read_prefill(read_ids([3, 4, 9, 1]), ids, 10).hidden is None
     assert prefill_request(ids, True)["sampling_params"]["max_new_tokens"] == 1
@@ -159,6 +161,6 @@ def test_what_a_server_reads():
         ({}, "lacks"),
     ],
 )
-def test_what_a_server_cannot_have_read(content: dict[str, Any], words: str):
+def test_impossible_scores_are_refused(content: dict[str, Any], words: str):
     with pytest.raises(FaultyAnswer, match=words):
         read_prefill(content, numpy.array([3, 4, 9, 1], numpy.int32), 10)

@@ -59,7 +59,7 @@ def test_a_good_answer_is_read_whole():
 @pytest.mark.parametrize(
     ("kind", "status"), [("stop", "completed"), ("length", "truncated"), ("abort", "aborted")]
 )
-def test_finish_reasons(kind: str, status: str):
+def test_finish_reasons_are_read(kind: str, status: str):
     content = copy.deepcopy(GOOD)
     content["meta_info"]["finish_reason"] = {"type": kind}
     assert read_answer(content).status == read_answer(content, {4}).status == status
@@ -168,7 +168,7 @@ def test_a_server_that_cannot_take_a_request_gets_none(idle: SGLangPool, reason:
     assert idle.admission.has_room(idle.servers[1])
 
 
-def test_a_failed_pool_says_so_to_whoever_waits(idle: SGLangPool):
+def test_a_failed_pool_raises_in_every_waiting_client(idle: SGLangPool):
     idle.expect(2)  # no server has these weights
 
     async def wait() -> None:
@@ -181,7 +181,7 @@ def test_a_failed_pool_says_so_to_whoever_waits(idle: SGLangPool):
         asyncio.run(wait())
 
 
-def test_one_death_is_noted_once(model: Model, tmp_path: Path):
+def test_one_death_is_counted_once(model: Model, tmp_path: Path):
     """Every failed request looks at its server,
     some of them before the new process has taken the old one's place.
     """
@@ -253,7 +253,7 @@ def test_a_server_without_an_address_is_named():
 
 
 @pytest.mark.parametrize("depth", [2_000, 1_000_000])
-def test_deep_json_is_garbage(depth: int):
+def test_deeply_nested_json_is_refused(depth: int):
     """orjson refuses it, then the standard library runs out of its stack."""
     deep = b"[" * depth + b"]" * depth
 

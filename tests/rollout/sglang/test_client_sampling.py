@@ -62,7 +62,7 @@ def test_a_cache_key_keeps_prefixes_of_other_weights_apart():
 
 def test_the_seed_is_that_of_the_response_and_stays_so():
     """Whatever there is of it already: a retry, a further turn, what follows an interrupted part.
-    The place of a token tells its random numbers from those of the part.
+    The place of a token gives it other random numbers than those of the part.
     """
     plain, part = (
         SamplingParams(1.0, 1.0, 6),

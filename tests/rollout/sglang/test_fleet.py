@@ -1,4 +1,4 @@
-"""A run whose servers are killed ten times, at moments nobody chose:
+"""A run whose servers are killed ten times, at random moments:
 nothing is lost, nothing is doubled.
 """
 
@@ -189,5 +189,5 @@ def test_ten_kills_lose_and_double_nothing(
         )
     assert len(patient.processes) >= 6
     assert not psutil.wait_procs(patient.processes, timeout=10)[1], (
-        "a closed pool leaves no process behind"
+        "a closed pool leaves no process"
     )

@@ -120,7 +120,7 @@ def test_a_returning_server_that_fails_to_release_its_memory_is_asked_again(
     assert idle.failure is None and server.released
 
 
-def test_a_fault_in_the_first_admission_is_no_end_either(model: Model):
+def test_a_fault_in_the_first_admission_is_retried(model: Model):
     server = Server("a", model, SGLangConfig(), "http://127.0.0.1:1")
     server.client = Returning(
         info_of(model.hf_checkpoint), dict.fromkeys(["info"], FAULTS["status"])

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.sglang
 KEY = "open-sesame-4711"
 
 
-def test_a_server_with_a_key_serves_who_has_it(
+def test_a_server_with_a_key_answers_only_clients_with_the_key(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)

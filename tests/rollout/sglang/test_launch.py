@@ -21,7 +21,7 @@ from tests.tiny_models import byte_tokenizer
 MODEL = Model("model", "bfloat16", byte_tokenizer(), frozenset(), {})
 
 
-def test_servers_stand_beside_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_of_a_node_take_consecutive_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = SGLangConfig(num_servers=2, gpus_per_server=2, first_gpu=4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert placement(settings, 1) == ["--tp-size", "2"]
@@ -75,7 +75,9 @@ def test_a_speculating_server_drafts_one_chain(monkeypatch: pytest.MonkeyPatch) 
         (("sglang.server_args=--speculative-algorithm EAGLE3",), "set sglang.speculation"),
     ],
 )
-def test_what_speculation_excludes(settings: tuple[str, ...], words: str) -> None:
+def test_settings_that_exclude_speculation_are_refused(
+    settings: tuple[str, ...], words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         override(Config(), ["sglang.speculation=ngram", *settings])
 
@@ -94,7 +96,7 @@ INFO = ServerInfo("0.5.23", "model", "model", "qwen3", "cuda", "bfloat16", 64, 6
         ({"speculation": "ngram"}, "ngram", ""),
     ],
 )
-def test_attached_servers_speculate_as_the_run_says(
+def test_attached_servers_must_speculate_as_configured(
     changes: dict[str, Any], speculation: Any, words: str
 ) -> None:
     info, settings = dataclasses.replace(INFO, **changes), SGLangConfig(speculation=speculation)

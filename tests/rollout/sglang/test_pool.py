@@ -85,7 +85,7 @@ def test_a_faulty_answer_is_counted_and_asked_for_again(
         assert {key: count for key, count in pool.counts().items() if count} == expected
 
 
-def test_a_server_that_never_answers_well_ends_the_run(
+def test_a_server_with_only_faulty_answers_ends_the_run(
     proxy: Proxy, checkpoint: Path, tmp_path: Path
 ):
     with attached([proxy.url], checkpoint, tmp_path, max_attempts=3) as pool:

@@ -67,7 +67,7 @@ def test_another_environments_python_is_named(
     assert server_python(SGLangConfig()) == other
 
 
-def test_nccl_of_another_version_is_told_of(tmp_path: Path) -> None:
+def test_another_version_of_nccl_is_reported(tmp_path: Path) -> None:
     """NCCL refuses to join processes of two versions, which is known before it is tried."""
     ours = torch.cuda.nccl.version()
     other, silent = program(tmp_path, "2 0 1"), SGLangConfig(command="/bin/false")

@@ -80,7 +80,7 @@ def test_sequences_are_spread_and_come_back_in_order() -> None:
     assert one.asked > 0 < two.asked and one.asked + two.asked == len(IDS)
 
 
-def test_another_server_reads_what_one_refused() -> None:
+def test_a_refused_sequence_is_scored_by_another_server() -> None:
     bad, good = Reading(status=500), Reading()
     with servers(bad, good) as urls:
         found = read_logprobs(urls, SETTINGS, 64, IDS)
@@ -91,7 +91,7 @@ def test_another_server_reads_what_one_refused() -> None:
 @pytest.mark.parametrize(
     ("server", "error"), [({"status": 500}, ServerFault), ({"wrong": True}, FaultyAnswer)]
 )
-def test_faults_end_after_as_many_attempts_as_are_set(
+def test_faults_end_after_the_configured_attempts(
     server: dict[str, int], error: type[Exception]
 ) -> None:
     bad = Reading(**server)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def test_faults_end_after_as_many_attempts_as_are_set(
     assert bad.asked == 3
 
 
-def test_a_server_that_is_not_there_or_reads_too_little_is_refused() -> None:
+def test_a_missing_server_and_one_that_scores_too_few_tokens_are_refused() -> None:
     good = Reading()
     with servers(good) as urls:
         check_servers(urls, SETTINGS, 64)

@@ -1,4 +1,4 @@
-"""What becomes of a request whose server is slow, spoilt or overtaken by new weights. No server."""
+"""Requests whose server is slow, faulty or receives new weights. No real server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ASKED = Request((1, 2), (0, 7))
 
 
 class Scripted:
-    """A server's client that answers as it is told; `asked` are the requests it saw."""
+    """A server's client that answers by a script; `asked` are the requests it saw."""
 
     def __init__(self, script: Callable[[Request], Answer | ServerFault | None]) -> None:
         self.script, self.asked, self.url = script, list[Request](), "http://scripted"
@@ -65,7 +65,7 @@ class Scripted:
     ) -> Answer:
         self.asked.append(request)
         answer = self.script(request)
-        if answer is None:  # too slow for whoever asks
+        if answer is None:  # too slow for the caller
             self.aborted.clear()
             await self.aborted.wait()
             assert self.part is not None
@@ -212,7 +212,7 @@ def test_a_request_that_grows_with_every_time_out_is_no_failure(pool: SGLangPool
     assert counted(pool) == {"engine_fault_timeout": 6, "engine_continued": 6}
 
 
-def test_a_server_that_gives_nothing_when_it_is_told_to_end_is_a_fault(pool: SGLangPool):
+def test_a_server_that_ends_a_request_without_an_answer_is_faulty(pool: SGLangPool):
     for client in clients(pool):
         client.part = Answer((), (), "aborted", "")
     with pytest.raises(EngineError, match=r"3 faulty answers .* no part of an answer in 0.2 s"):
@@ -300,7 +300,7 @@ def test_a_rollout_of_persistent_nans_is_masked_and_counted(parted: bool, pool: 
     assert counted(pool) == {"engine_fault_garbage": 3, "engine_invalid_rollouts": 1}
 
 
-def test_a_nan_that_does_not_come_again_costs_one_more_try(pool: SGLangPool):
+def test_a_single_nan_costs_one_retry(pool: SGLangPool):
     faults = [unsound()]
     scripted(pool, lambda _: faults.pop() if faults else answer(pool, 2, "completed", ending(pool)))
     assert result(pool).loss_mask.tolist() == [1, 1]
@@ -313,7 +313,7 @@ def test_other_faults_still_end_the_run(pool: SGLangPool):
         result(pool)
 
 
-def test_a_rollout_that_was_given_up_is_judged_by_nobody(pool: SGLangPool, model: Model):
+def test_an_abandoned_rollout_is_not_judged(pool: SGLangPool, model: Model):
     """It is out of its group's mean and spread, and counted as unverifiable."""
     scripted(pool, lambda _: unsound())
     lost, prompt = result(pool), Prompt(0, (1,), "4", metadata={})
@@ -337,7 +337,7 @@ def test_a_rollout_that_was_given_up_is_judged_by_nobody(pool: SGLangPool, model
 
 
 @pytest.mark.parametrize("logprob", [None, float("nan"), float("-inf"), "x"])
-def test_no_number_is_told_from_other_faults(logprob: Any):
+def test_nan_differs_from_other_faults(logprob: Any):
     with pytest.raises(UnsoundAnswer):
         check_answer(ids_of((1,)), logprobs_of((logprob,)), "completed", 4, LIMITS)
     with pytest.raises(FaultyAnswer) as raised:
@@ -393,7 +393,7 @@ def test_turn_ends_of_the_vocabulary_stop_a_response(model: Model):
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_rollout_bears_the_version_of_the_weights_that_sampled_it(pool: SGLangPool):
+def test_a_rollout_has_the_version_of_its_weights(pool: SGLangPool):
     """New weights are expected between the choice of a server and its answer."""
     acquire, sampled = pool.admission.acquire, answer(pool, 2, "completed", ending(pool))
     scripted(pool, lambda _: sampled)
@@ -407,7 +407,7 @@ def test_a_rollout_bears_the_version_of_the_weights_that_sampled_it(pool: SGLang
     assert result(pool).versions.tolist() == [1, 1]
 
 
-def test_nobody_is_given_weights_while_a_request_chooses_it(pool: SGLangPool):
+def test_a_server_gets_no_weights_while_a_request_chooses_it(pool: SGLangPool):
     """The trainer's thread expects new weights in the middle of a choice: it sees the server idle
     before the choice, or busy after it, and never sends weights to one that is about to sample.
     """
@@ -443,7 +443,7 @@ def test_nobody_is_given_weights_while_a_request_chooses_it(pool: SGLangPool):
 # --------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_without_experts_is_taken_and_counted(pool: SGLangPool):
+def test_an_answer_without_experts_is_used_and_counted(pool: SGLangPool):
     params = dataclasses.replace(PARAMS, routing=RoutingShape((0,), 2, 8))
     scripted(pool, lambda _: answer(pool, 2, "completed", ending(pool)))
     assert result(pool, params).routing_bytes == 0
@@ -453,11 +453,11 @@ def test_an_answer_without_experts_is_taken_and_counted(pool: SGLangPool):
 def test_experts_of_other_positions_are_a_fault(pool: SGLangPool):
     params = dataclasses.replace(PARAMS, routing=RoutingShape((0,), 2, 8))
     rows = len(ASKED.known_ids) + 1
-    told = [numpy.tile(numpy.array([3, 5], "<i4"), count).tobytes() for count in (rows, rows + 1)]
+    routed = [numpy.tile(numpy.array([3, 5], "<i4"), count).tobytes() for count in (rows, rows + 1)]
 
     def script(_: Request) -> Answer:
         plain = answer(pool, 2, "completed", ending(pool))
-        return dataclasses.replace(plain, routed=told.pop())
+        return dataclasses.replace(plain, routed=routed.pop())
 
     scripted(pool, script)
     assert result(pool, params).routing.tolist() == [3, 5] * rows

@@ -180,7 +180,7 @@ def test_a_worker_that_holds_other_weights_or_dies_loses_nothing(
         engine.close()
 
 
-def test_a_router_that_is_not_there_is_refused():
+def test_a_missing_router_is_refused():
     with pytest.raises(
         UserError, match=r"sglang.router_url=http://127.0.0.1:9 does not answer GET /workers"
     ):

@@ -104,7 +104,7 @@ def test_new_weights_are_sampled_from_and_verified(
 
 
 @pytest.mark.skipif(not CHECKSUMS, reason="this SGLang computes no checksums")
-def test_a_tensor_that_arrived_wrong_is_named(pool: SGLangPool, one: Server, checkpoint: Path):
+def test_a_wrong_tensor_is_named(pool: SGLangPool, one: Server, checkpoint: Path):
     weights = load_file(checkpoint / "model.safetensors")
     expected = Expected(one.layout, key_value_heads=2)
     for name, tensor in weights.items():
@@ -134,7 +134,7 @@ def test_a_tensor_that_arrived_wrong_is_named(pool: SGLangPool, one: Server, che
 
 @pytest.mark.skipif(not CHECKSUMS, reason="this SGLang computes no checksums")
 @pytest.mark.parametrize("faults", [1, 2])
-def test_weights_that_arrive_wrong_are_sent_once_more_and_no_oftener(
+def test_wrong_weights_are_sent_once_more(
     proxy: Proxy, checkpoint: Path, tmp_path: Path, topology: Topology, faults: int
 ):
     weights = load_file(checkpoint / "model.safetensors")
@@ -158,7 +158,7 @@ def test_a_pickle_names_torchs_own_loader():
     assert content.count(b"ctorch.storage\n_load_from_bytes\n") == 1 and b"megatron" not in content
 
 
-def test_pausing_holds_what_is_in_flight(pool: SGLangPool, one: Server, checkpoint: Path):
+def test_pausing_holds_requests_in_flight(pool: SGLangPool, one: Server, checkpoint: Path):
     asked = requests(16)
     future = sample_all(pool, asked, LONG)
     time.sleep(0.3)
@@ -173,7 +173,7 @@ def test_pausing_holds_what_is_in_flight(pool: SGLangPool, one: Server, checkpoi
     assert pool.counts()["engine_fault_timeout"] == 0
 
 
-def test_aborting_half_keeps_the_other_half(pool: SGLangPool, one: Server, checkpoint: Path):
+def test_aborting_some_requests_keeps_the_others(pool: SGLangPool, one: Server, checkpoint: Path):
     asked = requests(16)
     future = sample_all(pool, asked, LONG)
     time.sleep(0.3)
@@ -226,7 +226,7 @@ def test_concurrency_is_bounded(server: ServerProcess, checkpoint: Path, tmp_pat
         ((5,) * (CONTEXT - 3), "the 506 that the servers take"),
     ],
 )
-def test_what_a_server_cannot_serve_never_reaches_it(
+def test_impossible_requests_never_reach_a_server(
     proxy: Proxy, checkpoint: Path, tmp_path: Path, prompt: tuple[int, ...], message: str
 ):
     new = 3 if len(prompt) == CONTEXT - 3 else 24

@@ -106,7 +106,7 @@ def served(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     topologies.stop()
 
 
-def test_the_base_goes_once_and_adapters_with_every_version(served: Served) -> None:
+def test_the_base_is_sent_once_and_adapters_with_every_version(served: Served) -> None:
     for _ in range(3):
         served.step()
         served.sample(requests(6, seed=served.version))
@@ -117,7 +117,7 @@ def test_the_base_goes_once_and_adapters_with_every_version(served: Served) -> N
     assert counts["sync_seconds_hash"] > 0 and counts["sync_seconds_send"] > 0
 
 
-def test_a_reading_is_of_the_adapters_too(served: Served) -> None:
+def test_scores_include_the_adapters(served: Served) -> None:
     """As the parity check reads: not of the base, which the server also holds."""
     served.step()
     pool, ids = served.engine.pool, numpy.arange(1, 30, dtype=numpy.int32)

@@ -48,7 +48,7 @@ def logprobs(checkpoint: Path, request: Request, ids: tuple[int, ...]) -> torch.
     return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
 
 
-def test_rollouts_in_flight_go_on_under_new_weights(
+def test_rollouts_in_flight_continue_under_new_weights(
     pool: SGLangPool, checkpoint: Path, tmp_path: Path
 ):
     other = make_model(tmp_path / "other", "qwen2", seed=9)
@@ -74,9 +74,7 @@ def test_rollouts_in_flight_go_on_under_new_weights(
         old, new = (logprobs(path, request, rollout.response_ids) for path in (checkpoint, other))
         expected, wrong = torch.where(early, old, new), torch.where(early, new, old)
         torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=TOLERANCE, rtol=0)
-        assert (expected - wrong).abs().max() > 100 * TOLERANCE, (
-            "the two policies can be told apart"
-        )
+        assert (expected - wrong).abs().max() > 100 * TOLERANCE, "the two policies are distinct"
     again = requests(8, seed=5)
     assert_sampled_from(other, again, sample_all(pool, again, LONG).result(timeout=120))
 
@@ -94,7 +92,7 @@ def run_of(
     return Trainer(small_config(directory, *attached, *room, *options), topology)
 
 
-def test_a_fully_asynchronous_run(
+def test_a_fully_asynchronous_run_trains(
     server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
 ):
     # The server is slower than the trainer, which always waits for it: all new weights find a
@@ -132,7 +130,9 @@ def test_the_long_tail_is_ended_on_the_server(
     assert any(len(set(rollout.versions)) > 1 for rollout in rollouts), "parts were continued"
 
 
-def test_one_step_off(server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology):
+def test_a_run_one_step_off_trains(
+    server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
+):
     run = run_of(
         tmp_path,
         server,

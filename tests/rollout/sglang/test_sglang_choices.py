@@ -1,5 +1,5 @@
-"""A real server in its deterministic mode, of a model with experts: which of them it chose, and the
-same tokens for the same seeds, whatever is sampled beside.
+"""A real server in its deterministic mode, of a model with experts: its choice of experts, and the
+same tokens for the same seeds in any batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.rollout.sglang.world import (
 
 pytestmark = [
     pytest.mark.sglang,
-    pytest.mark.skipif(not NEWER, reason="this SGLang tells no experts"),
+    pytest.mark.skipif(not NEWER, reason="this SGLang returns no experts"),
 ]
 FLAGS = ("--enable-return-routed-experts", "--enable-deterministic-inference")
 
@@ -101,10 +101,10 @@ def test_seeds_alone_decide(pool: SGLangPool, params: SamplingParams, sampled: l
     assert len({rollout.response_ids.tobytes() for rollout in rollouts}) == 8
 
 
-def test_a_response_that_is_gone_on_with_is_the_whole_one(
+def test_a_continued_response_equals_a_whole_one(
     pool: SGLangPool, params: SamplingParams, sampled: list[Rollout], shape: RoutingShape
 ):
-    """From a part with its experts, and from one whose experts nobody kept."""
+    """From a part with its experts, and from one without them."""
     place = max(range(12), key=lambda number: sampled[number].length)
     whole, asked = sampled[place], requests(12)[place]
     cut = whole.length // 2

@@ -70,7 +70,7 @@ def relay(tmp_path: Path) -> Iterator[KilledRelay]:
 
 
 @pytest.mark.skipif(not CHECKSUMS, reason="this SGLang computes no checksums")
-def test_a_run_by_deltas_through_a_kill_and_a_spoilt_file(
+def test_a_run_with_deltas_survives_a_kill_and_a_damaged_file(
     server: ServerProcess, checkpoint: Path, tmp_path: Path, relay: KilledRelay
 ) -> None:
     """Every sync compares the server's checksums; every second one is full, the others deltas."""
@@ -90,7 +90,7 @@ def test_a_run_by_deltas_through_a_kill_and_a_spoilt_file(
             step = len(read_metrics(log)) if log.exists() else 0
             if step == KILLED and step not in acted:
                 relay.kill()
-                time.sleep(0.5)  # the run finds nobody there
+                time.sleep(0.5)  # the run finds no relay
                 relay.start()
                 acted.append(step)
             elif step in CORRUPTED and step not in acted:
@@ -106,7 +106,7 @@ def test_a_run_by_deltas_through_a_kill_and_a_spoilt_file(
     rows = read_metrics(log)
     assert len(rows) == STEPS and set(acted) == {KILLED, *CORRUPTED}
     assert sum(row["sync_delta"] for row in rows) >= 2
-    assert rows[-1]["sync_delta_fallbacks"] >= 2, "the kill, and at least one spoilt file"
+    assert rows[-1]["sync_delta_fallbacks"] >= 2, "the kill, and at least one damaged file"
     assert all(0 < row["changed_fraction"] <= 1 for row in rows)
     assert {str(tensor.dtype) for tensor in weights_in(relay.directory).values()} == {
         "torch.bfloat16"

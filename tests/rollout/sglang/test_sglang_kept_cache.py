@@ -143,7 +143,7 @@ def test_requests_never_see_half_of_an_update(
 
 
 @pytest.mark.sglang
-def test_a_run_with_kept_caches(
+def test_a_run_with_kept_caches_trains(
     server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
 ):
     options = ("rollout.max_staleness=2", "train.num_rollout=5", "sglang.max_concurrency=1")
@@ -166,7 +166,7 @@ def test_a_server_with_requests_in_flight_can_be_sent_weights(tmp_path: Path):
         assert pool.admission.without_weights() == pool.servers
 
 
-def test_only_newer_weights_of_this_run_may_come_meanwhile(tmp_path: Path):
+def test_only_newer_weights_of_this_run_may_arrive_in_flight(tmp_path: Path):
     with idle_pool(tiny_model(tmp_path / "model"), tmp_path) as pool:
         newer, admission = pool.tag, pool.admission
         assert not admission.came_meanwhile(newer, 0)
@@ -190,7 +190,7 @@ def test_only_newer_weights_of_this_run_may_come_meanwhile(tmp_path: Path):
         ),
     ],
 )
-def test_what_kept_caches_exclude(settings: tuple[str, ...], words: str):
+def test_settings_that_exclude_kept_caches_are_refused(settings: tuple[str, ...], words: str):
     with pytest.raises(UserError, match=words):
         override(Config(), [*KEPT, *settings])
     override(Config(), [*KEPT, "mismatch.correction=none", "mismatch.old_policy=trainer"])

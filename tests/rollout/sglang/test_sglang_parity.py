@@ -36,7 +36,7 @@ def command(directory: Path, server: ServerProcess, checkpoint: Path, *settings:
 def test_a_server_and_the_trainer_agree(
     server: ServerProcess, checkpoint: Path, tmp_path: Path, temperature: float
 ):
-    """SGLang tells the log-probs of what it reads at temperature 1, whatever it samples at."""
+    """SGLang scores its input at temperature 1, at any sampling temperature."""
     settings = (
         f"sglang.verify_weights={str(CHECKSUMS).lower()}",
         f"rollout.rollout_temperature={temperature}",
@@ -52,7 +52,7 @@ def test_a_server_and_the_trainer_agree(
 
 
 @pytest.mark.skipif(not CHECKSUMS, reason="this SGLang computes no checksums")
-def test_a_weight_that_went_astray_is_named(
+def test_a_wrong_weight_is_named(
     server: ServerProcess,
     checkpoint: Path,
     tmp_path: Path,
@@ -79,8 +79,8 @@ def test_a_weight_that_went_astray_is_named(
 def test_an_alarms_rollouts_are_read_again_by_the_server(
     server: ServerProcess, checkpoint: Path, tmp_path: Path
 ):
-    """Two ranks train on a server that holds another model, and go on; what the server reads is
-    what it sampled, so that the difference is between prefill and trainer.
+    """Two ranks train on a server that holds another model, and continue; the server scores its own
+    samples alike, so that the difference is between prefill and trainer.
     """
     settings = (
         *("rollout.engine=sglang", f"sglang.urls=[{server.url}]", "sglang.verify_weights=false"),

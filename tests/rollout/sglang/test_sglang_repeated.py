@@ -30,7 +30,7 @@ def rows_of_a_run(directory: Path, name: str, *settings: str) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("asynchrony", ["on_policy", "one_step_off"])
-def test_two_runs_from_one_seed(asynchrony: str, tmp_path: Path):
+def test_two_runs_with_one_seed_are_equal(asynchrony: str, tmp_path: Path):
     settings = ("sglang.deterministic=true", f"rollout.asynchrony={asynchrony}")
     one, other = (rows_of_a_run(tmp_path, name, *settings) for name in ("one", "other"))
     assert len(one) == STEPS and len({row["surprisal"] for row in one}) == STEPS

@@ -26,7 +26,7 @@ from tests.small_run import rows_of, small_config
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.slow,
-    pytest.mark.skipif(not NEWER, reason="this SGLang tells no experts"),
+    pytest.mark.skipif(not NEWER, reason="this SGLang returns no experts"),
 ]
 
 
@@ -59,7 +59,7 @@ def config(server: ServerProcess, checkpoint: Path, tmp_path: Path) -> Config:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_killed_run_goes_on_with_the_experts_the_server_told(
+def test_a_killed_run_resumes_with_the_servers_experts(
     workers: int, config: Config, checkpoint: Path, topology: Topology
 ) -> None:
     """Every recorded step is replayed bit for bit, without the server."""
@@ -72,12 +72,12 @@ def test_a_killed_run_goes_on_with_the_experts_the_server_told(
     assert all(row["engine_answers_without_routing"] == 0 for row in rows_of(config))
 
 
-def test_behind_a_router_the_workers_are_asked_themselves(
+def test_with_a_router_the_workers_are_asked_directly(
     config: Config, server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
 ) -> None:
     """Because it drops the field: an answer by way of it has none."""
     with started_router([server.url], tmp_path / "router.txt") as url:
-        assert "routed_experts" not in told(url) and told(server.url)["routed_experts"]
+        assert "routed_experts" not in answer_of(url) and answer_of(server.url)["routed_experts"]
         settings = ["sglang.urls=[]", f"sglang.router_url={url}", "train.num_rollout=2"]
         before = generated(server)
         run = Trainer(override(config, settings), topology)
@@ -86,8 +86,8 @@ def test_behind_a_router_the_workers_are_asked_themselves(
     check_whole(run.config, topology, shape_of(checkpoint).width)
 
 
-def told(url: str) -> dict[str, object]:
-    """What an answer says beside its tokens."""
+def answer_of(url: str) -> dict[str, object]:
+    """The parts of an answer without its tokens."""
     asked = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4}}
     asked |= {"return_routed_experts": True}
     answer = httpx.post(f"{url}/generate", json=asked, timeout=60).raise_for_status().json()

@@ -141,8 +141,8 @@ def seldom_right(response: str, label: str, metadata: dict[str, Any]) -> float:
 def test_a_queue_of_rollouts_is_filled_by_a_server_and_trained_again(
     server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
 ):
-    """UEC-RL: rollouts wait for a batch, some at another temperature; what was put by is trained
-    once more against the trainer's own log-probs, and then the server is not asked.
+    """UEC-RL: rollouts wait for a batch, some at another temperature; buffered ones are trained
+    once more against the trainer's own log-probs, without a request to the server.
     """
     config = small_config(
         tmp_path,
@@ -170,7 +170,7 @@ def test_a_queue_of_rollouts_is_filled_by_a_server_and_trained_again(
         assert turn == ("generation_rounds" not in row)
 
 
-def test_a_server_that_cannot_start_is_one_line(tmp_path: Path):
+def test_a_failed_start_of_a_server_is_one_line(tmp_path: Path):
     dump(
         small_config(tmp_path, "rollout.engine=sglang", "sglang.command=/bin/false"),
         tmp_path / "config.yaml",

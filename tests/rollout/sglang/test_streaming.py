@@ -107,7 +107,7 @@ def held(pool: SGLangPool) -> int:
     return sum(seen(pool, number)["held"] for number in range(len(pool.servers)))
 
 
-def test_a_streamed_answer_is_the_whole_one(model: Model, tmp_path: Path):
+def test_a_streamed_answer_equals_a_whole_one(model: Model, tmp_path: Path):
     requests = asked(40)
     with (
         fake_servers(2, **LENGTHS) as streaming,
@@ -157,7 +157,7 @@ def test_new_weights_and_ends_take_one_call_per_server(model: Model, tmp_path: P
 
 
 @pytest.mark.parametrize("ended", ["deaf", "killed"])
-def test_what_a_slow_or_a_dead_server_had_sent_is_kept(
+def test_the_tokens_of_a_slow_or_dead_server_are_kept(
     ended: str, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The first server hears of no end, and continues later; or it is killed in the middle of its
@@ -183,7 +183,7 @@ def test_what_a_slow_or_a_dead_server_had_sent_is_kept(
             assert again == [HOLD] * 8, "it continues after the tokens that had come"
 
 
-def test_a_router_is_told_which_requests_share_a_prefix(model: Model, tmp_path: Path):
+def test_a_router_receives_the_key_of_a_shared_prefix(model: Model, tmp_path: Path):
     requests = asked(12, prompts=3)
     with (
         fake_servers(1, **LENGTHS) as (router,),
@@ -198,7 +198,7 @@ def test_a_router_is_told_which_requests_share_a_prefix(model: Model, tmp_path: 
         assert keys == {"0-0-0": 4, "0-0-1": 4, "0-0-2": 4}
 
 
-def test_a_pool_that_closes_in_mid_flight_leaves_nothing_unawaited(model: Model, tmp_path: Path):
+def test_a_pool_that_closes_in_mid_answer_leaves_nothing_unawaited(model: Model, tmp_path: Path):
     with (
         fake_servers(1, **LENGTHS, hold_at=HOLD) as urls,
         warnings.catch_warnings(record=True) as caught,
@@ -209,7 +209,7 @@ def test_a_pool_that_closes_in_mid_flight_leaves_nothing_unawaited(model: Model,
             wait_until(lambda: len(pool.requests.inflight) == 20)
             pool.abort()
         assert all(future.done() for future in futures)
-        pool.abort()  # as whoever comes too late does
+        pool.abort()  # as a late caller does
         gc.collect()
     assert not [str(one.message) for one in caught if "await" in str(one.message)]
 
@@ -243,7 +243,7 @@ def read(stream: bytes) -> Answer:
 ABORT = {"type": "abort"}
 
 
-def test_events_may_break_anywhere():
+def test_events_may_be_split_at_any_byte():
     events = [event(0, 1, 1), event(1, 8, 9), event(9, 4, 13, {"type": "stop"})]
     stream = b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in events)
     stream += b"data: [DONE]\n\n"
@@ -261,7 +261,7 @@ def test_events_may_break_anywhere():
 
 
 def test_a_request_that_was_queued_when_it_was_ended_repeats_its_tokens():
-    """SGLang then sends the last id again, and all log-probs; alone or behind new ones."""
+    """SGLang then sends the last id again, and all log-probs; alone or after new ones."""
     for last in (event(0, 9, 9, ABORT), event(9, 0, 9, ABORT)):
         found = received()
         found.add(event(0, 9, 9))
@@ -289,7 +289,7 @@ def test_new_weights_may_come_within_an_answer_whose_cache_is_kept():
 
 
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity", "null"])
-def test_a_log_prob_that_is_no_number_is_told_from_garbage(word: str):
+def test_a_nan_log_prob_differs_from_an_invalid_answer(word: str):
     """The first three are no JSON; SGLang writes them."""
     whole = json.dumps(event(0, 3, 3, {"type": "stop"}))
     assert whole.count(str(logprob_at(1))) == 1

@@ -1,4 +1,4 @@
-"""What the tests here share: models, pools on running servers, requests,
+"""Shared parts of these tests: models, pools on running servers, requests,
 and log-probs to compare with.
 """
 
@@ -153,7 +153,7 @@ def assert_sampled_from(
     temperature: float = 1.0,
 ) -> None:
     """Every rollout's log-probs are those that transformers computes of
-    its ids behind its own request's prompt.
+    its ids after its own request's prompt.
     """
     assert len(rollouts) == len(asked)
     model = AutoModelForCausalLM.from_pretrained(

@@ -63,7 +63,7 @@ def read(name, text):
         ('<tool_call>{"name": "f", "arguments": {"s": "</think>"}}</tool_call>', []),
     ],
 )
-def test_hermes(text, calls):
+def test_hermes_calls_are_read(text, calls):
     assert [(call.name, call.arguments) for call in read("hermes", text)] == calls
 
 
@@ -123,7 +123,7 @@ def test_a_hermes_call_that_was_cut_off_is_explained():
         ("<function=other><parameter=n>1</parameter></function>", {"n": "1"}),
     ],
 )
-def test_qwen3_coder(body, arguments):
+def test_qwen3_coder_calls_are_read(body, arguments):
     (call,) = read("qwen3_coder", f"<tool_call>{body}</tool_call>")
     assert not call.error
     assert call.arguments == ({"query": "1", "limit": 1} if arguments is None else arguments)
@@ -165,7 +165,7 @@ def test_malformed_qwen3_coder_calls_are_explained(body, words):
         ("nothing", []),
     ],
 )
-def test_code(text, codes):
+def test_code_fences_are_read(text, codes):
     calls = read("code", text)
     assert calls == [ToolCall("python", {"code": code}) for code in codes]
 
@@ -204,11 +204,11 @@ def test_calls_are_checked_against_the_schema(name, arguments, words):
     assert bool(words) == bool(checked.error)
 
 
-def test_an_error_stays_what_it_was():
+def test_an_earlier_error_is_kept():
     assert check_call(ToolCall("", error="Error: x"), TOOLS).error == "Error: x"
 
 
-def test_stop_ids():
+def test_every_format_has_its_stop_ids():
     tokenizer = byte_tokenizer()
     hermes = FORMATS["hermes"]
     assert hermes.stop_ids(tokenizer) == frozenset()
@@ -233,7 +233,7 @@ PIECES = st.sampled_from([*MARKS.split(), *OTHERS.split(), "\n", "\x00", "\ud800
 
 @settings(max_examples=300, deadline=None)
 @given(st.one_of(st.text(), st.lists(PIECES, max_size=60).map("".join)))
-def test_no_text_raises(text):
+def test_random_text_never_raises(text):
     for form in FORMATS.values():
         for call in form.read(text, TOOLS):
             checked = check_call(call, TOOLS)
@@ -254,7 +254,7 @@ ARGUMENTS = st.dictionaries(st.text(), JSON, max_size=4)
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(min_size=1), ARGUMENTS)
-def test_every_hermes_call_written_is_read_back(name, arguments):
+def test_written_hermes_calls_are_read_back(name, arguments):
     text = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
     if (
         not any(mark in text for mark in ("think>", "<tool_call>\n<tool_call>"))
@@ -267,7 +267,7 @@ def test_every_hermes_call_written_is_read_back(name, arguments):
 @given(
     st.text().filter(lambda code: "<code>" not in code and "</code>" not in code and code.strip())
 )
-def test_every_piece_of_code_is_read_back(code):
+def test_written_code_is_read_back(code):
     (call,) = read("code", f"words <code>\n{code}\n</code> words")
     if "```" not in code:
         assert call.arguments["code"].strip("\n") == code.strip("\n")

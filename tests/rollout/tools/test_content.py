@@ -68,7 +68,7 @@ def call_of(arguments: str) -> str:
         (json.dumps({"expression": "1", "x" * 9000: 1}), "there is no argument 'xxxx"),
     ],
 )
-def test_what_no_reader_takes_is_an_error_that_the_model_sees(
+def test_an_unreadable_call_is_an_error_that_the_model_sees(
     tokenizer: PreTrainedTokenizerBase, arguments: str, words: str
 ):
     rollout, _ = played(tokenizer, [call_of(arguments), ANSWER], LONG)
@@ -149,7 +149,7 @@ def episode(
         ("close", "it gave int"),
     ],
 )
-def test_whatever_a_tool_does_is_an_answer(
+def test_every_result_of_a_tool_becomes_an_answer(
     tokenizer: PreTrainedTokenizerBase, label: str, words: str
 ):
     for future in episode(tokenizer, label, [CALL, ANSWER]):
@@ -160,7 +160,7 @@ def test_whatever_a_tool_does_is_an_answer(
 
 
 @pytest.mark.parametrize(("label", "kind"), [("make", "KeyError"), ("tools", "TypeError")])
-def test_an_environment_that_cannot_be_had_costs_its_own_episode(
+def test_an_unavailable_environment_costs_only_its_episode(
     tokenizer: PreTrainedTokenizerBase, label: str, kind: str, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.WARNING):
@@ -170,7 +170,7 @@ def test_an_environment_that_cannot_be_had_costs_its_own_episode(
     assert f"this is the first {kind}" in caplog.text
 
 
-def test_a_pattern_without_end_costs_its_own_episode(tokenizer: PreTrainedTokenizerBase):
+def test_an_endless_pattern_costs_only_its_episode(tokenizer: PreTrainedTokenizerBase):
     turn = "a" * 40 + "b<|end|>"
     rollout, _ = played(tokenizer, [turn], answer_pattern=r"(a|aa)+$")
     assert rollout.episode["errors"] == 1 and rollout.status == "truncated"
@@ -178,7 +178,7 @@ def test_a_pattern_without_end_costs_its_own_episode(tokenizer: PreTrainedTokeni
     assert rollout.text == turn.removesuffix("<|end|>")
 
 
-def test_a_pattern_that_is_none_is_refused_at_once(tokenizer: PreTrainedTokenizerBase):
+def test_an_invalid_pattern_is_refused_at_once(tokenizer: PreTrainedTokenizerBase):
     with pytest.raises(UserError, match=r"tools.answer_pattern='\(' is not a regular expression"):
         played(tokenizer, [ANSWER], answer_pattern="(")
 
@@ -191,7 +191,7 @@ class Failing(Scripted):
         return futures
 
 
-def test_a_machine_at_fault_ends_the_run(tokenizer: PreTrainedTokenizerBase):
+def test_a_fault_of_the_machine_ends_the_run(tokenizer: PreTrainedTokenizerBase):
     with pytest.raises(SandboxError, match="no interpreter could be started"):
         episode(tokenizer, "machine", [CALL, ANSWER])[1].result()
     with pytest.raises(UserError, match="stateful=true"):
@@ -206,7 +206,7 @@ def test_a_machine_at_fault_ends_the_run(tokenizer: PreTrainedTokenizerBase):
         engine.submit([Request((5,), (0, 0), prompt=PROMPT)], PARAMS)[0].result(timeout=20)
 
 
-def test_a_turn_of_a_thousand_calls_gets_no_thousand_answers(tokenizer: PreTrainedTokenizerBase):
+def test_the_calls_of_a_turn_are_bounded(tokenizer: PreTrainedTokenizerBase):
     turn = CALL.removesuffix("<|end|>") * 1000 + "<|end|>"
     rollout, _ = played(tokenizer, [turn, ANSWER], LONG, max_calls=3)
     assert rollout.episode["tool_calls"] == 4
@@ -261,12 +261,12 @@ WORDS = (CALL, "\\boxed{42}", "\u2028", *_CALL, *_ODD, *_MORE)
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.sampled_from(WORDS), max_size=12).map("".join), min_size=1, max_size=3))
-def test_no_turns_end_an_episode_in_an_error(turns: list[str]):
+def test_random_turns_never_raise(turns: list[str]):
     rollout, _ = played(tool_tokenizer(), [*(turn + "<|end|>" for turn in turns), ANSWER], LONG)
     assert rollout.episode["errors"] == 0
 
 
-def test_results_that_are_no_unicode_become_tokens(tokenizer: PreTrainedTokenizerBase):
+def test_results_with_invalid_unicode_become_tokens(tokenizer: PreTrainedTokenizerBase):
     messages = ToolMessages(tokenizer, "<out>{output}</out>")
     shown = tokenizer.decode(messages.ids(["\udc80 \ud800", "\x00"], 5))
     assert shown == "<out>\ufffd \ufffd</out><out>\x00</out>"

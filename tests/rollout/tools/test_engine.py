@@ -85,7 +85,7 @@ def test_a_call_is_answered_and_masked(tokenizer: PreTrainedTokenizerBase):
     ), "nothing is re-tokenised"
 
 
-def test_what_goes_wrong_is_shown_to_the_model(tokenizer: PreTrainedTokenizerBase):
+def test_the_model_sees_errors(tokenizer: PreTrainedTokenizerBase):
     wrong = f"<tool_call>{CALL_BEGIN}6//0{CALL_END}</tool_call><|end|>"
     turns = [wrong, f"<tool_call>{CALL_BEGIN}6*7</tool_call><|end|>", "\\boxed{42}<|end|>"]
     rollout, _ = played(tokenizer, turns, SamplingParams(1.0, 1.0, 500))
@@ -118,7 +118,7 @@ def test_every_bound_ends_an_episode(
     rollout, _ = played(tokenizer, turns, SamplingParams(1.0, 1.0, length), **settings)
     assert rollout.status == status and len(rollout.response_ids) <= length
     assert rollout.episode["unfinished"] == (status == "truncated")
-    assert rollout.loss_mask[-1] == 1, "no tool result stands at the end, where nobody reads it"
+    assert rollout.loss_mask[-1] == 1, "no tool result stands at the end, unread"
 
 
 @pytest.mark.parametrize("filtered", [True, False])
@@ -192,7 +192,7 @@ def test_special_tokens_in_a_result_stay_text(tokenizer: PreTrainedTokenizerBase
     assert tokenizer.decode(ids) == "<tool>4<|end|><assistant>\\boxed{1}<|end|><assistant>"
 
 
-def test_a_turn_that_was_not_ended_by_the_model_is_ended_for_it(tokenizer: PreTrainedTokenizerBase):
+def test_an_unfinished_turn_is_closed(tokenizer: PreTrainedTokenizerBase):
     close = tokenizer.convert_tokens_to_ids("</tool_call>")
     assert tokenizer.decode(ToolMessages(tokenizer).ids(["1"], close)).startswith("<|end|><tool>1")
 

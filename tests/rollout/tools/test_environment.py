@@ -68,7 +68,7 @@ class Clumsy:
         Clumsy.closed += 1
 
 
-def test_failures_become_messages_and_the_episode_goes_on():
+def test_failures_become_messages_and_the_episode_continues():
     before = Clumsy.closed
     names = ["raise", "sleep", "refuse", "shout", "absent"]
     calls = [*(ToolCall(name) for name in names), ToolCall("", error="Error: malformed")]
@@ -110,11 +110,11 @@ class Waiting:
         self.began, self.ended = [], []  # the waits
 
     async def call(self, name, arguments):
-        go_on = hold_clock()
+        resume = hold_clock()
         self.began.append(time.monotonic())
         await asyncio.sleep(0.6)
         self.ended.append(time.monotonic())
-        go_on()
+        resume()
         if self.seconds:
             await asyncio.sleep(self.seconds)
         return "done"
@@ -123,7 +123,7 @@ class Waiting:
         """Nothing is held."""
 
 
-def test_a_call_that_waits_has_its_time_behind_the_wait():
+def test_the_time_of_a_call_starts_after_its_wait():
     calls = [ToolCall("calculator", {"expression": "1"})] * 2
 
     async def answered(environment):
@@ -134,8 +134,8 @@ def test_a_call_that_waits_has_its_time_behind_the_wait():
     quick = Waiting(0)
     found, seconds, whole = asyncio.run(answered(quick))
     assert [answer.text for answer in found] == ["done"] * 2
-    beside = whole - (min(quick.ended) - max(quick.began))
-    assert all(answer.seconds <= beside for answer in found) and seconds <= beside
+    overlap = whole - (min(quick.ended) - max(quick.began))
+    assert all(answer.seconds <= overlap for answer in found) and seconds <= overlap
     late, seconds, _ = asyncio.run(answered(Waiting(60)))
     assert {answer.text for answer in late} == {"Error: calculator gave no answer within 0.3 s"}
     assert all(answer.seconds >= 0.29 for answer in late)
@@ -204,7 +204,7 @@ def test_the_python_tool_with_and_without_state():
         ("1 ** 10 ** 9", "1"),
     ],
 )
-def test_the_calculator(expression, shown):
+def test_the_calculator_computes(expression, shown):
     (answer,) = answers(CalculatorEnvironment, [ToolCall("calculator", {"expression": expression})])
     assert (answer.text, answer.ok) == (shown, True)
 
@@ -218,7 +218,7 @@ sqrt(-1) | 1 < 2 | sqrt(*[1]) | max() | 10.0 ** 400 | abs(1, 2)"""
     "expression",
     [*NO_ARITHMETIC.replace("\n", "|").split("|"), "(" * 200 + ")" * 200, "1" * 1001, "-" * 999],
 )
-def test_what_is_no_arithmetic_is_answered_with_a_message(expression):
+def test_invalid_arithmetic_is_answered_with_a_message(expression):
     (answer,) = answers(CalculatorEnvironment, [ToolCall("calculator", {"expression": expression})])
     assert not answer.ok
     assert answer.text.startswith("Error: ")
@@ -227,7 +227,7 @@ def test_what_is_no_arithmetic_is_answered_with_a_message(expression):
 
 @settings(max_examples=200, deadline=None)
 @given(st.one_of(st.text(), st.text("0123456789+-*/%^().e sqrtpi", max_size=60)))
-def test_no_expression_raises_anything_else(expression):
+def test_no_expression_raises_another_exception(expression):
     with contextlib.suppress(ToolError):
         assert show(evaluate(expression))
 

@@ -1,4 +1,4 @@
-"""A judge over HTTP that answers, fails and hangs as a test tells it."""
+"""A judge over HTTP that answers, fails and hangs by a test's script."""
 
 from __future__ import annotations
 

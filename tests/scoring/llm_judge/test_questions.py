@@ -64,7 +64,7 @@ def test_an_answer_has_a_value(kind: Any, answer: str, value: float):
         ("rubric", '{"verdicts": "yes"}'),
     ],
 )
-def test_an_answer_of_another_form_is_none(kind: Any, answer: str):
+def test_an_answer_of_another_form_has_no_value(kind: Any, answer: str):
     with pytest.raises(BadAnswer):
         read(JudgeConfig(kind=kind), answer, Sample("a", "42", {"rubric": RUBRIC}, "p"))
 
@@ -108,12 +108,12 @@ def test_each_criterion_may_have_a_question_of_its_own(tmp_path: Path):
         ([{"criterion": "a", "choices": ["yes", "Yes"]}], "choices="),
     ],
 )
-def test_a_rubric_that_is_none_is_refused(rows: Any, message: str):
+def test_an_invalid_rubric_is_refused(rows: Any, message: str):
     with pytest.raises(ValueError, match=message):
         criteria_of(rows)
 
 
-def test_a_template_of_the_users_own(tmp_path: Path):
+def test_a_users_template_is_filled(tmp_path: Path):
     path = tmp_path / "template.txt"
     path.write_text('Rate {response} of {prompt} up to {scale}; say {"score": 1} {other}')
     settings = JudgeConfig(template=str(path), scale=5)

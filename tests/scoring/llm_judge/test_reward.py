@@ -1,4 +1,4 @@
-"""The reward `judge` on a server over HTTP that answers, fails and hangs as it is told."""
+"""The reward `judge` on a server over HTTP that answers, fails and hangs by a script."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CASES = ["hangs", "fails", "refuses", "prose", "cut", "no json", "no choices"]
 REASONS = ["TimeoutError", "500", "400", "quite good", "max_tokens", "no chat", "no chat"]
 
 
-def test_what_has_no_answer_is_unverifiable_with_its_reason(serve: Any):
+def test_a_response_without_a_judges_answer_is_unverifiable_with_the_reason(serve: Any):
     verdicts = judged(serve(by_name), samples("good", *CASES), timeout=2.0)
     assert (verdicts[0].value, verdicts[0].verdict) == (0.8, "correct")
     assert verdicts[0].reason == '{"score": 8}', "the judge's text is kept"
@@ -64,7 +64,7 @@ def test_what_has_no_answer_is_unverifiable_with_its_reason(serve: Any):
         assert reason in verdict.reason
 
 
-def test_mean_and_deviation_are_those_of_the_others(serve: Any, tmp_path: Path):
+def test_mean_and_deviation_exclude_unverifiable_responses(serve: Any, tmp_path: Path):
     """In a run's judge: one group, of which two cannot be judged."""
     server = serve(lambda q, n: by_name(q, n) if "fails" in q else f'{{"score": {n_of(q)}}}')
     settings = [f"judge.urls=[{server.url}]", "scoring.reward=judge", "judge.attempts=1"]
@@ -144,7 +144,7 @@ def test_a_group_has_a_deadline(serve: Any):
 
 
 @pytest.mark.parametrize("calls", ["one", "each"])
-def test_a_criterion_without_an_answer_makes_the_whole_unverifiable(serve: Any, calls: str):
+def test_a_missing_criterion_makes_the_response_unverifiable(serve: Any, calls: str):
     def answer(question: str, number: int) -> str:
         wanted = question.count("choices:")
         given = 1 if "lazy" in question else wanted
@@ -182,7 +182,7 @@ def test_pairwise_values_are_means_of_wins_in_any_order(serve: Any):
         ]
 
 
-def test_a_contradiction_is_a_tie_and_what_is_not_compared_is_unverifiable(serve: Any):
+def test_a_contradiction_is_a_tie_and_an_uncompared_response_is_unverifiable(serve: Any):
     server = serve(stronger)
     found = judged(server, samples("n=1", "n=9", "stubborn", "silent"), kind="pairwise")
     assert [v.value for v in found[:3]] == [0.25, 0.75, 0.5]
@@ -191,7 +191,7 @@ def test_a_contradiction_is_a_tie_and_what_is_not_compared_is_unverifiable(serve
         assert all(v.value is None for v in judged(server, few, kind="pairwise"))
 
 
-def test_groups_of_several_prompts_are_apart(serve: Any):
+def test_groups_of_several_prompts_are_judged_separately(serve: Any):
     group = samples("n=1", "n=2")
     other = [Sample(one.response, "7", {}, "other") for one in samples("n=3", "n=2")]
     found = judged(serve(stronger), [group[0], other[0], group[1], other[1]], kind="pairwise")
@@ -199,7 +199,7 @@ def test_groups_of_several_prompts_are_apart(serve: Any):
 
 
 @pytest.mark.parametrize(("count", "most"), [(9, 4), (12, 5), (16, 8), (3, 8), (9, 8)])
-def test_everyone_has_equally_many_opponents(count: int, most: int):
+def test_every_response_has_the_same_number_of_opponents(count: int, most: int):
     pairs = opponents(count, most)
     met = [sum(place in pair for pair in pairs) for place in range(count)]
     everyone = count <= 8 or most >= count - 1
@@ -219,6 +219,6 @@ def test_everyone_has_equally_many_opponents(count: int, most: int):
         ),
     ],
 )
-def test_settings_that_cannot_work_are_refused(overrides: list[str], message: str):
+def test_impossible_settings_are_refused(overrides: list[str], message: str):
     with pytest.raises(UserError, match=message):
         override(Config(), ["scoring.reward=judge", *overrides])

@@ -183,7 +183,7 @@ def test_equal_forms_of_the_sets_are_accepted_but_for_those_that_are_named():
     assert refused == REFUSED
 
 
-def test_a_box_in_a_box_is_one_box():
+def test_nested_boxes_are_one_box():
     assert math(r"So \boxed{\boxed{4}}", "4", {}).value == 1.0
     assert math(r"So \boxed{ \boxed{\frac{1}{2}} }.", "0.5", {}).value == 1.0
     assert math(r"\boxed{2\boxed{4}}", "4", {}).value == 0.0

@@ -262,7 +262,7 @@ def test_a_loop_is_written_out_only_where_its_items_are_known():
         assert in_a_row(loop) is None
 
 
-def test_the_programs_process_holds_nothing_that_is_only_compared_with():
+def test_the_programs_process_does_not_hold_expected_values():
     test = "import math\nn = 3\nshown = [n]\nexpected = math.pi\nassert f(n, shown) == expected + 7"
     found = divide(test, "def f(n, shown): return n", "values")
     assert found is not None and found.asked == ["f(n, shown)"]

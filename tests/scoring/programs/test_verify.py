@@ -48,7 +48,7 @@ def program(code):
         ("5", 0, "expected '3\\n', got ''"),
     ],
 )
-def test_stdin_and_stdout(run, code, passed, words):
+def test_programs_read_stdin_and_write_stdout(run, code, passed, words):
     verdict = verify_code(program(code), PAIRS, run)
     assert (verdict.passed, verdict.total, verdict.correct) == (passed, 3, passed == 3)
     assert words in verdict.failure
@@ -88,7 +88,7 @@ def test_usual_ways_to_print(run, code):
         ("x = '''", 0, "SyntaxError"),
     ],
 )
-def test_assertions(run, code, passed, words):
+def test_assertions_judge_a_program(run, code, passed, words):
     verdict = verify_code(program(code), ASSERTS, run)
     assert verdict.passed == passed
     assert words in verdict.failure
@@ -123,7 +123,7 @@ def test_no_code_is_no_pass_and_no_tests_are_an_error(run):
         ("", None),
     ],
 )
-def test_which_code_is_taken(response, code):
+def test_code_is_extracted_from_a_response(response, code):
     assert extract_code(response) == code
 
 
@@ -151,7 +151,7 @@ def test_forms_of_tests():
         ["", "x"],
     ],
 )
-def test_other_forms_are_refused(value):
+def test_other_forms_of_tests_are_refused(value):
     with pytest.raises(UserError, match=r"metadata\.tests"):
         read_tests(value)
     with pytest.raises(UserError, match="fn_name"):

@@ -124,7 +124,7 @@ def test_no_returned_value_raises(run, returned):
 
 
 @pytest.mark.parametrize("test", ["assert f() == {1}", "assert set(f()) == {1}", "assert 1 in f()"])
-def test_colliding_sets_cost_the_trainer_no_time(run, test):
+def test_colliding_sets_take_no_time_of_the_trainer(run, test):
     """Equal hashes make a set of them quadratic; the sandbox's limits bound that."""
     code = "def f(): return [(2 ** 61 - 1) * i for i in range(1, 40000)]"
     began = time.process_time()

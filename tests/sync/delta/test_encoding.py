@@ -37,7 +37,7 @@ def versions(draw: st.DrawFn) -> tuple[Words, Words]:
 
 @settings(max_examples=150, deadline=None)
 @given(versions(), st.data())
-def test_the_new_words_come_back_and_damage_never_passes(
+def test_changed_words_survive_encoding_and_damage_is_found(
     pair: tuple[Words, Words], data: st.DataObject
 ) -> None:
     old, new = pair
@@ -50,10 +50,10 @@ def test_the_new_words_come_back_and_damage_never_passes(
     if not payload:
         return
     cut = data.draw(st.integers(0, len(payload) - 1))
-    for spoilt in (payload[:cut], payload + b"\0"):
+    for damaged in (payload[:cut], payload + b"\0"):
         untouched = old.copy()
         with pytest.raises(Damaged):
-            apply(coding, spoilt, untouched)
+            apply(coding, damaged, untouched)
         assert untouched.tobytes() == old.tobytes()
     flipped = bytearray(payload)
     flipped[cut] ^= 1 << data.draw(st.integers(0, 7))
@@ -115,6 +115,6 @@ def test_a_training_step_takes_few_bytes(share: float) -> None:
         ("mask", (1 << 40).to_bytes(8, "little") + bytes(9)),
     ],
 )
-def test_what_is_no_block_is_refused(coding: str, payload: bytes) -> None:
+def test_invalid_blocks_are_refused(coding: str, payload: bytes) -> None:
     with pytest.raises(Damaged):
         apply(coding, payload, numpy.zeros(4, numpy.uint16))

@@ -28,7 +28,7 @@ def test_deltas_pay_where_they_save_more_than_they_cost(
     assert Rates(wire=wire, ratio=ratio, **MEASURED).delta_pays is pays
 
 
-def test_what_goes_on_at_once_is_not_added_up() -> None:
+def test_concurrent_transfers_are_not_summed() -> None:
     rates = Rates(compare=1.0, encode=5.0, ratio=0.5, wire=4.0, whole=1.0, changed=2.0)
     assert rates.full_seconds == 5.0 and rates.delta_seconds == 5.0 and not rates.delta_pays
 

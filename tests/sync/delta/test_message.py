@@ -15,7 +15,7 @@ TABLE = Table("run-2", "run-1", 3, True, ENTRIES, {"config.json": "e30="})
 BLOCKS = [b"12345", b"", b"6789"]
 
 
-def test_a_message_comes_back() -> None:
+def test_a_message_survives_encoding() -> None:
     table, blocks = unpacked(packed(TABLE, BLOCKS))
     assert table.update == "run-2" and table.last and table.files == TABLE.files
     assert [entry.shape for entry in table.entries] == [(2, 3), ()]
@@ -26,7 +26,7 @@ def test_a_message_comes_back() -> None:
     ]
 
 
-def test_no_part_of_a_message_is_one() -> None:
+def test_a_truncated_message_is_refused() -> None:
     whole = packed(TABLE, BLOCKS)
     for end in range(len(whole)):
         with pytest.raises(Damaged):
@@ -35,9 +35,9 @@ def test_no_part_of_a_message_is_one() -> None:
         unpacked(whole + b"0")
 
 
-@pytest.mark.parametrize("spoilt", [b'"dtype":"int3"', b'"dtype":"float32","more":1'])
-def test_a_tensor_of_a_kind_that_nobody_sends_is_refused(spoilt: bytes) -> None:
+@pytest.mark.parametrize("changed", [b'"dtype":"int3"', b'"dtype":"float32","more":1'])
+def test_a_tensor_of_an_unsupported_type_is_refused(changed: bytes) -> None:
     head, payload = packed(TABLE, BLOCKS)[8:-9], b"123456789"
-    head = head.replace(b'"dtype":"float32"', spoilt)
+    head = head.replace(b'"dtype":"float32"', changed)
     with pytest.raises(Damaged):
         unpacked(len(head).to_bytes(8, "little") + head + payload)

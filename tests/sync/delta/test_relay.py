@@ -44,7 +44,7 @@ def messages(kept: KeptWeights, version: int, base: str = "") -> list[bytes]:
     return found
 
 
-def take(relay: WeightRelay, contents: list[bytes]) -> None:
+def apply_all(relay: WeightRelay, contents: list[bytes]) -> None:
     for content in contents:
         relay.apply(content)
 
@@ -57,8 +57,8 @@ def assert_holds(relay: WeightRelay, version: int) -> None:
     assert found.keys() == set("abc")
     for name, tensor in weights(version).items():
         assert torch.equal(found[name], tensor) and found[name].dtype is tensor.dtype
-    beside = {file.name for file in relay.path.iterdir() if file.suffix != ".safetensors"}
-    assert beside == {"config.json", "model.safetensors.index.json"}
+    others = {file.name for file in relay.path.iterdir() if file.suffix != ".safetensors"}
+    assert others == {"config.json", "model.safetensors.index.json"}
 
 
 @pytest.fixture
@@ -78,14 +78,14 @@ def kept(relay: WeightRelay) -> KeptWeights:
     return found
 
 
-def test_one_version_after_another(relay: WeightRelay, kept: KeptWeights) -> None:
+def test_a_relay_applies_versions_in_order(relay: WeightRelay, kept: KeptWeights) -> None:
     for version in (1, 2):
         first, last = messages(kept, version, f"run-{version - 1}")
         relay.apply(first)
         assert relay.held == "" and not relay.path.exists(), "it is not a model now"
         relay.apply(last)
         assert_holds(relay, version)
-    take(relay, messages(kept, 3))
+    apply_all(relay, messages(kept, 3))
     assert_holds(relay, 3)
 
 
@@ -114,7 +114,7 @@ def edited(name: str, old: bytes, new: bytes) -> Callable[[WeightRelay], None]:
     return change
 
 
-BESIDE_TENSORS: dict[str, Callable[[WeightRelay], None]] = {
+OTHER_FILES: dict[str, Callable[[WeightRelay], None]] = {
     "a name in a header": edited("model-00000.safetensors", b'"a"', b'"b"'),
     "the length of a header": edited("model-00001.safetensors", b"\0\0\0{", b"\0\0\1{"),
     "the index": edited("model.safetensors.index.json", b'"c"', b'"a"'),
@@ -129,7 +129,7 @@ FAULTS: dict[str, Callable[[WeightRelay], None]] = {
     "a file of tensors that is gone": lambda relay: (
         relay.path / "model-00000.safetensors"
     ).unlink(),
-    **BESIDE_TENSORS,
+    **OTHER_FILES,
 }
 
 
@@ -143,24 +143,22 @@ def test_a_question_finds_files_that_were_changed(
     FAULTS[fault](relay)
     relay.check()
     assert relay.held == ""
-    take(relay, messages(kept, 1))
+    apply_all(relay, messages(kept, 1))
     relay.check()
     assert_holds(relay, 1)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_no_longer_as_it_was_sent_is_refused(
-    fault: str, relay: WeightRelay, kept: KeptWeights
-) -> None:
+def test_a_changed_file_is_refused(fault: str, relay: WeightRelay, kept: KeptWeights) -> None:
     FAULTS[fault](relay)
     with pytest.raises(Refused):
-        take(relay, messages(kept, 1, "run-0"))
+        apply_all(relay, messages(kept, 1, "run-0"))
     assert relay.held == "" and not relay.path.exists()
-    take(relay, messages(kept, 1))
+    apply_all(relay, messages(kept, 1))
     assert_holds(relay, 1)
 
 
-def test_what_does_not_follow_is_refused(relay: WeightRelay, kept: KeptWeights) -> None:
+def test_a_version_out_of_order_is_refused(relay: WeightRelay, kept: KeptWeights) -> None:
     first, last = messages(kept, 1, "run-0")
     with pytest.raises(Refused, match="it changes run-7, and here is run-0"):
         relay.apply(packed(replace(unpacked(first)[0], base="run-7"), unpacked_blocks(first)))
@@ -181,21 +179,19 @@ def unpacked_blocks(content: bytes) -> list[memoryview]:
 
 
 @pytest.mark.parametrize("base", ["", "run-0"])
-def test_what_arrives_damaged_is_refused(base: str, relay: WeightRelay, kept: KeptWeights) -> None:
-    """Every byte behind the table is one of a tensor's, whose digest tells."""
+def test_a_damaged_update_is_refused(base: str, relay: WeightRelay, kept: KeptWeights) -> None:
+    """Every byte after the table belongs to a tensor, whose digest finds the damage."""
     first, last = messages(kept, 1, base)
     relay.apply(first)
-    spoilt = bytearray(last)
-    spoilt[-20] ^= 4
+    damaged = bytearray(last)
+    damaged[-20] ^= 4
     with pytest.raises(Refused):
-        relay.apply(bytes(spoilt))
+        relay.apply(bytes(damaged))
     assert relay.held == "" and not relay.path.exists()
 
 
 @pytest.mark.parametrize("base", ["", "run-0"])
-def test_an_update_without_all_tensors_is_none(
-    base: str, relay: WeightRelay, kept: KeptWeights
-) -> None:
+def test_an_incomplete_update_is_refused(base: str, relay: WeightRelay, kept: KeptWeights) -> None:
     """Of deltas the table names what stays too; what is sent whole is what there is."""
     first, _ = messages(kept, 1, base)
     table = replace(unpacked(first)[0], last=True)

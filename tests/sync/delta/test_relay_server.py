@@ -13,7 +13,7 @@ from megatron_stare.sync.delta.link import RelayFault, RelayLink
 from tests.sync.delta.world import serving, url_of
 
 
-def test_only_who_has_the_key_may_ask(tmp_path: Path) -> None:
+def test_only_requests_with_the_key_are_answered(tmp_path: Path) -> None:
     with serving(tmp_path / "relay", key="secret") as server:
         for headers in ({}, {"authorization": "Bearer secrets"}, {"authorization": "secret"}):
             for method, path in (("GET", "/state"), ("POST", "/update")):
@@ -26,7 +26,7 @@ def test_only_who_has_the_key_may_ask(tmp_path: Path) -> None:
         assert (link.held, link.path) == ("", str(tmp_path / "relay" / "weights"))
 
 
-def test_what_it_does_not_know_it_refuses(tmp_path: Path) -> None:
+def test_unknown_requests_are_refused(tmp_path: Path) -> None:
     with serving(tmp_path / "relay") as server, httpx.Client(base_url=url_of(server)) as client:
         assert client.get("/weights").status_code == 404
         assert client.post("/update", content=b"no message").status_code == 409
@@ -36,7 +36,7 @@ def test_what_it_does_not_know_it_refuses(tmp_path: Path) -> None:
             serving(tmp_path / "other", server.port).__enter__()
 
 
-def test_nobody_and_somebody_else_are_faults(tmp_path: Path) -> None:
+def test_a_missing_relay_and_another_server_are_faults(tmp_path: Path) -> None:
     with pytest.raises(RelayFault, match="ClientConnectorError"):
         RelayLink(f"http://127.0.0.1:{free_port()}", "", 5.0).look()
     with serving(tmp_path / "relay") as server, pytest.raises(RelayFault, match="no GET"):

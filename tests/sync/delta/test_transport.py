@@ -135,7 +135,7 @@ def test_a_late_server_costs_nothing(model: Model, urls: list[str], place: Path)
 
 
 def test_the_measured_rates_decide(model: Model, urls: list[str], place: Path) -> None:
-    """The sync behind a full one tries deltas, whatever was measured; later ones follow."""
+    """The sync after a full one tries deltas, whatever was measured; later ones follow."""
     with serving(place) as server, world(model, urls, [url_of(server)], place) as run:
         for _ in range(2):
             run.step()
@@ -148,7 +148,7 @@ def test_the_measured_rates_decide(model: Model, urls: list[str], place: Path) -
 
 
 @pytest.mark.parametrize("fault", ["restarted", "corrupted", "header", "distrusted", "broken off"])
-def test_faults_fall_back_to_everything(
+def test_faults_fall_back_to_a_full_sync(
     fault: str, model: Model, urls: list[str], place: Path
 ) -> None:
     """Each is counted once, and the next sync is a delta again."""
@@ -201,7 +201,7 @@ def test_a_relay_whose_weights_a_server_cannot_load_is_sent_everything(
 
 @contextlib.contextmanager
 def restarted(server: Any, place: Path, port: int) -> Iterator[None]:
-    """The same address and directory, with another life of the relay."""
+    """The same address and directory, with a restarted relay."""
     server.shutdown()
     server.server_close()
     server.server_close = server.shutdown = lambda: None
@@ -223,7 +223,7 @@ def break_off(run: World) -> None:
         send_weights(run.sync, half(), run.pool.servers)
 
 
-def test_a_relay_that_is_away_is_waited_for(
+def test_the_sync_waits_for_an_absent_relay(
     model: Model, urls: list[str], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is back when it is asked for the third time; the others do without it meanwhile."""
@@ -253,7 +253,7 @@ def test_a_relay_that_is_away_is_waited_for(
         assert found["sync_delta"] == 0.5 and found["sync_delta_fallbacks"] == 1
 
 
-def test_a_relay_that_stays_away_ends_the_run(
+def test_a_relay_that_stays_absent_ends_the_run(
     model: Model, urls: list[str], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(place) as server, world(model, urls, [url_of(server)], place) as run:
@@ -267,14 +267,14 @@ def test_a_relay_that_stays_away_ends_the_run(
             run.step()
 
 
-@pytest.mark.parametrize("fault", ["nobody", "three for two"])
-def test_relays_that_cannot_be_are_refused(
+@pytest.mark.parametrize("fault", ["absent", "three for two"])
+def test_impossible_relays_are_refused(
     fault: str, model: Model, urls: list[str], place: Path
 ) -> None:
-    nobody = f"http://127.0.0.1:{free_port()}"
+    absent = f"http://127.0.0.1:{free_port()}"
     relays, message = {
-        "nobody": ([nobody], r"where no relay answers .* python -m megatron_stare relay"),
-        "three for two": ([nobody] * 3, r"has 3 addresses for 2 servers; give one for all"),
+        "absent": ([absent], r"where no relay answers .* python -m megatron_stare relay"),
+        "three for two": ([absent] * 3, r"has 3 addresses for 2 servers; give one for all"),
     }[fault]
     ended = pytest.raises(UserError, match=message)
     with ended, world(model, urls, relays, place):

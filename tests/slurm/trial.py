@@ -1,4 +1,4 @@
-"""A flight: one run on a real Slurm through a seeded script of faults, each at a step of its own,
+"""A trial: one run on a real Slurm through a seeded script of faults, each at a step of its own,
 and what each of them cost.
 """
 
@@ -51,7 +51,7 @@ def script(seed: int, names: Sequence[str], first: int, every: int) -> list[Even
     return [Event(first + every * place, name) for place, name in enumerate(order)]
 
 
-class Flight:
+class Trial:
     """Keeps a job running until it is complete; resubmits a job that Slurm does not requeue."""
 
     def __init__(self, cluster: Cluster, run: Run, submit: Callable[[], Job]) -> None:
@@ -59,8 +59,8 @@ class Flight:
         self.job = submit()
         self.resubmissions = 0
 
-    def fly(
-        self, events: Sequence[Event], faults: Mapping[str, Callable[[Flight], None]], steps: int
+    def run_through(
+        self, events: Sequence[Event], faults: Mapping[str, Callable[[Trial], None]], steps: int
     ) -> list[Survived]:
         """The events, each followed up to the next step; then the rest of the run."""
         survived = []

@@ -65,8 +65,8 @@ def test_a_wrong_list_is_refused_before_any_file_is_made(names: list[str], messa
 def test_an_override_that_no_arm_would_take_is_refused_with_one_that_does(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The arm sets W's bound itself, and the printed remedy changes it in the arm. A setting that the
-    arm does not set needs no remedy.
+    """The arm sets W's bound itself, and the printed remedy changes it in the arm. A setting that
+    the arm does not set needs no remedy.
     """
     place = f"run.dir={tmp_path}/run"
     assert main([*command.split(), place, "loss.w_max=4"]) == 2

@@ -115,8 +115,8 @@ def drawn(page: Any, selector: str = ENTROPY) -> None:
 
 
 def pixels(page: Any, name: str, selector: str = ENTROPY, alpha: float = 1.0) -> int:
-    """How many pixels of a figure have a colour of the style sheet, such as --arm-0; `alpha` of it
-    on white.
+    """The number of a figure's pixels in a colour of the style sheet, such as --arm-0; `alpha` of
+    it on white.
     """
     drawn(page, selector)
     found: int = page.evaluate(PIXELS, [selector, name, alpha])

@@ -22,5 +22,5 @@ def write_module(directory: Path, kills: int, rest: str) -> None:
 
 
 def killed(directory: Path) -> int:
-    """How many processes it has killed."""
+    """The number of processes that it has killed."""
     return len(list(directory.glob("*.mark")))

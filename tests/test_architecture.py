@@ -212,7 +212,7 @@ def test_only_topology_reads_megatrons_global_state():
 
 
 def test_only_topology_pickles_values_between_ranks():
-    """What grows with tokens travels as tensors (numerics/exchange.py)."""
+    """Data that grows with tokens travels as tensors (numerics/exchange.py)."""
     pickling = {"all_gather_object", "gather_object", "broadcast_object_list"}
     pickling |= {"scatter_object_list", "send_object_list", "recv_object_list"}
     calling = {

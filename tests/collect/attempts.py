@@ -1,4 +1,4 @@
-"""What runs on several ranks measure, whole and stopped in the middle."""
+"""The metrics of runs on several ranks, whole and stopped in the middle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.small_run import small_config
 def measured_on_ranks(
     rank: int, world_size: int, directory: str, options: tuple[str, ...], steps: int
 ) -> list[list[dict[str, float]]]:
-    """What each step measured on this rank: of a whole run, and of one that stops half way and
+    """The metrics of each step on this rank: of a whole run, and of one that stops half way and
     resumes.
     """
     found = []

@@ -23,7 +23,7 @@ REMAX = "scoring.advantage=remax"
 
 
 class Noting(Patient):
-    """And whether each was asked for greedily."""
+    """Notes also whether each request is greedy."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,9 @@ HOLDERS = {"in turn": lambda n: n % 4, "rank 0": lambda n: 0, "the last": lambda
 
 
 def groups() -> list[Group]:
-    """Of 1 to 300 tokens: no loss token, several versions, no reward, episodes and none."""
+    """Groups of 1 to 300 tokens: without loss token, of several versions, without reward, with and
+    without episodes.
+    """
     random, made = numpy.random.default_rng(0), []
     for index in range(11):
         rollouts = []
@@ -185,8 +187,8 @@ def test_the_batch_is_the_one_of_ranks_that_have_everything(case: str, ranks: An
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_sends_and_receives_only_its_part(case: str, ranks: Any):
-    """What it holds goes out once at most, and what it trains on comes in once and is passed on
-    once; sequences without a loss token are 3 of 33.
+    """A rank sends its rollouts once at most; it receives the rollouts that it trains on once and
+    passes them on once. Sequences without a loss token are 3 of 33.
     """
     total = sum(rank[case]["held"] for rank in ranks)
     for rank in ranks:

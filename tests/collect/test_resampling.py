@@ -147,7 +147,7 @@ def test_uec_rl_resamples_by_its_rule(negative: bool) -> None:
 
 
 class Warm(Patient):
-    """And at which temperature each was asked for."""
+    """Notes also the temperature of each request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def test_resampled_rollouts_have_their_own_seeds_and_temperature(temperature: fl
 def test_rollouts_of_a_journal_need_the_same_temperature_and_weights(
     tmp_path: Path,
 ) -> None:
-    """Those of lost weights, which max_staleness would allow, have no ratio at another one."""
+    """Rollouts of lost weights, which max_staleness would allow, have no ratio at another one."""
     options = ("rollout.max_staleness=1",)
     digest = sampling_digest(override(Config(), [*PAIR, *options]))
     journal = Journal(tmp_path)
@@ -200,7 +200,7 @@ def test_rollouts_of_a_journal_need_the_same_temperature_and_weights(
 
 
 def seen_batches(run: Trainer) -> Iterator[tuple[TokenBatch, bool]]:
-    """What each update is made of, and whether it is a step's first."""
+    """The batch of each update, and whether it is the first of a step."""
     found, update = [], run.actor.update
     per_step = run.config.train.epochs
 

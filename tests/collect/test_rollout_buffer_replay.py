@@ -130,7 +130,7 @@ def test_the_newest_groups_are_buffered_and_used_in_turn(noted: Noted) -> None:
 
 
 def test_buffered_rollouts_keep_their_first_log_probs(noted: Noted) -> None:
-    """Those of the weights of that step at the policy's temperature, whatever sampled it."""
+    """They are of the weights of that step at the policy's temperature, under any sampling."""
     model = AutoModelForCausalLM.from_pretrained(noted.run.config.policy.hf_checkpoint)
     first: dict[tuple[int, bytes], int] = {}
     seen, tempered = 0, 0
@@ -251,7 +251,7 @@ def test_unchosen_rollouts_are_only_measured(tmp_path: Path, topology: Topology)
 
 
 def rare(response: str, label: str, metadata: dict[str, Any]) -> float:
-    """Of four responses more often than not none is right."""
+    """Most groups of four responses have no right one."""
     return float(sum(response.encode()) % 8 == 0)
 
 

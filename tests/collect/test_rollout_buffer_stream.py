@@ -246,7 +246,9 @@ def test_a_gathered_tail_is_sampled_whole_by_one_version_in_a_round_of_its_own(
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stopped_run_keeps_its_tail(workers: int, tmp_path: Path, topology: Topology):
-    """Also on a worker process. What is stopped depends on timing: no prompt is lost or doubled."""
+    """The same on a worker process. The stopped rollouts depend on timing: no prompt is lost or
+    doubled.
+    """
     options = (GATHER, OVER, EVERY_GROUP, f"rollout.workers_per_node={workers}")
     trained: list[int] = []
     for steps in (4, 8):
@@ -262,8 +264,8 @@ def test_a_stopped_run_keeps_its_tail(workers: int, tmp_path: Path, topology: To
 
 
 def stream_on_two_ranks(rank: int, world_size: int, directory: str) -> list[dict[str, float]]:
-    """What each step of this rank measured:
-    three steps, a stop, and three more from the checkpoint.
+    """The metrics of each step of this rank: three steps, a stop, and three more from the
+    checkpoint.
     """
     seen: list[dict[str, float]] = []
     for steps in (3, 6):

@@ -13,7 +13,7 @@ from megatron_stare.commands.completion import PROGRAM, SHELLS, script
 
 
 def completed(*words: str) -> list[str]:
-    """What bash offers for the last of the words."""
+    """The words that bash offers for the last one."""
     typed = " ".join(f"'{word}'" for word in (PROGRAM, *words))
     ask = f"COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _megatron_stare"
     text = f"{script('bash', command_parsers())}\n{ask}\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""

@@ -70,7 +70,7 @@ def test_training_is_refused_before_anything_is_launched() -> None:
 
 @pytest.mark.parametrize("name", [name for name in CLUSTERS if "grpo" not in name])
 def test_a_colocated_server_takes_what_the_trainer_leaves(name: str) -> None:
-    """Also where the number of ranks is not known: then less, for a rank may hold more."""
+    """An unknown number of ranks gives a smaller fraction, because a rank may hold more."""
     config, ranks = find_recipe(name), CLUSTERS[name].trainer_gpus
     plan = make_plan(config, CLUSTERS[name])
     share = colocated_share(config, ranks, 80e9)

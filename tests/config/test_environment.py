@@ -1,4 +1,4 @@
-"""What policy.deterministic sets before CUDA starts."""
+"""The variables that policy.deterministic sets before CUDA starts."""
 
 from __future__ import annotations
 

@@ -89,7 +89,9 @@ def test_every_other_data_set_gives_its_own_answer_the_full_score():
 
 
 def demonstrated(source: str, name: str) -> list[tuple[str, str]]:
-    """What each demonstration of a recipe asks, after the data set's own words, and its answer."""
+    """The question of each demonstration of a recipe, after the data set's own words, and its
+    answer.
+    """
     (lead,) = {row["prompt"][0]["content"].rpartition(": ")[0] for row in gym_rows(source)}
     made = [row["messages"] for row in getattr(smollm2, name)()]
     pairs = [[message["content"] for message in messages] for messages in made]

@@ -63,8 +63,8 @@ def write_arrow(path, rows, writer=pyarrow.ipc.new_stream):
 
 
 def write_hugging_face(path, rows):
-    """What datasets.Dataset.save_to_disk leaves:
-    two shards in the order of state.json, which is not the names'.
+    """The files of datasets.Dataset.save_to_disk: two shards in the order of state.json, which is
+    not the order of their names.
     """
     write_arrow(path / "b.arrow", rows[:3])
     write_arrow(path / "a.arrow", rows[3:])

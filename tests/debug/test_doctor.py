@@ -1,4 +1,4 @@
-"""What `doctor` finds on this machine, and what it says where something is wrong."""
+"""The findings of `doctor` on this machine, and its messages about faults."""
 
 from __future__ import annotations
 

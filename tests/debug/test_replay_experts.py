@@ -35,7 +35,7 @@ def config_of(directory: Path, *settings: str) -> Config:
 
 
 def journaled(config: Config) -> dict[Key, Rollout]:
-    """What is on the disk of the rollouts that a run has finished."""
+    """The finished rollouts of a run on its disk."""
     files = journal_directory(config).rglob("*.frames")
     found = [each for file in sorted(files) for each in read_frames(file.read_bytes())]
     return {

@@ -57,7 +57,7 @@ def verified(
 
 
 def likeliest(known: Sequence[int], tree: Tree, _: numpy.random.Generator) -> list[int]:
-    """What servers without a GPU do at any temperature."""
+    """The rule of servers without a GPU at any temperature."""
     tokens: list[int] = []
     while True:
         best = int(target([*known, *tokens]).argmax())
@@ -105,8 +105,8 @@ def response(
 
 
 def chi_square(step: Step, drafter: Callable[[list[int]], Tree], draws: int = 12_000) -> float:
-    """Of the first three tokens, in standard deviations above its mean; the 64 outcomes have 63
-    degrees of freedom.
+    """Chi-square of the first three tokens, in standard deviations above its mean; the 64 outcomes
+    have 63 degrees of freedom.
     """
     dice, counts = numpy.random.default_rng(1), numpy.zeros((VOCABULARY,) * 3)
     for _ in range(draws):

@@ -1,4 +1,4 @@
-"""How each benchmark of the pages is executed: on a small case."""
+"""The execution of each benchmark of the pages: on a small case."""
 
 from __future__ import annotations
 

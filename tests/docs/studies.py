@@ -1,4 +1,4 @@
-"""How each command of the studies of SmolLM2-135M is executed."""
+"""The execution of each command of the studies of SmolLM2-135M."""
 
 from __future__ import annotations
 

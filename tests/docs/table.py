@@ -1,4 +1,4 @@
-"""How each command of README.md and docs/*.md is executed: one entry each, no more and no less."""
+"""The execution of each command of README.md and docs/*.md: one entry each, no more and no less."""
 
 from __future__ import annotations
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 from tests.docs.world import files_of_the_tutorials
+from tests.forked import Command
 from tests.paths import ROOT
 
 PRINTED = """
@@ -26,12 +23,5 @@ def test_the_page_runs(tmp_path):
         (tmp_path / name).write_text(text)
     (tmp_path / "page.py").write_text("\n".join([*blocks, PRINTED]))
     for script in ("tiny.py", "page.py"):
-        done = subprocess.run(
-            [sys.executable, script],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        command = Command([str(tmp_path / script)], tmp_path / "log.txt", directory=tmp_path)
+        assert command.wait(300) == 0, command.output

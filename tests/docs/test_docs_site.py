@@ -43,7 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokens(site: Path) -> set[str]:
-    """What the search can find: the index, split as its separator says."""
+    """The searchable words: the index, split as its separator says."""
     index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))
     separator = re.compile(index["config"]["separator"])
     texts = (re.sub(r"<[^>]+>", " ", doc["title"] + " " + doc["text"]) for doc in index["docs"])

@@ -27,7 +27,7 @@ MODEL = "/models/Qwen2.5-Math-7B"
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended, and what it printed on either stream."""
+    """The exit code of a command, and its output on either stream."""
 
     code: int | None
     output: str
@@ -99,7 +99,7 @@ def how(command: str) -> Run:
 
 
 def python_part(words: list[str]) -> list[str]:
-    """What follows `python`; a torchrun of n processes counts as one of a single process."""
+    """The words after `python`; a torchrun of n processes counts as one of a single process."""
     program = Path(words[0]).name
     if program == "torchrun":
         assert words[1] == "--nproc-per-node" and words[3] == "-m", words

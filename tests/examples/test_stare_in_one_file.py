@@ -65,7 +65,7 @@ def test_the_gate_acts_below_the_target_and_grows(example: ModuleType) -> None:
 def test_the_example_runs(
     example: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a reward that a policy earns after three supervised steps."""
+    """The reward is one that a policy earns after three supervised steps."""
 
     def even(response: str, label: str, metadata: dict[str, Any]) -> float:
         return float(len(response) % 2 == 0)
@@ -79,7 +79,7 @@ def test_the_example_runs(
 
 @pytest.mark.slow
 def test_stare_keeps_the_entropy_that_grpo_ds_loses(example: ModuleType) -> None:
-    """With the real task; the figures of docs/results.md are of the quickstart's 400 steps."""
+    """The task is real; the figures of docs/results.md are of the quickstart's 400 steps."""
     kept, lost = (example.main(["--loss", loss]) for loss in ("stare", "grpo_ds"))
     assert sum(lost[-20:]) / 20 < 0.15 < 0.2 < sum(kept[-20:]) / 20
 

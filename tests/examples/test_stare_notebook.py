@@ -17,7 +17,7 @@ CELLS = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
 def run(cells: list[dict], directory: Path) -> str:
-    """What the code of these cells prints, in a process of its own, without a screen."""
+    """The output of the code of these cells, in a process of its own, without a screen."""
     done = subprocess.run(
         [sys.executable, "-c", "\n".join("".join(cell["source"]) for cell in cells)],
         cwd=directory,
@@ -31,7 +31,7 @@ def run(cells: list[dict], directory: Path) -> str:
 
 
 def stored(cells: list[dict]) -> str:
-    """What these cells printed when the notebook was saved."""
+    """The output of these cells in the saved notebook."""
     streams = (output for cell in cells for output in cell["outputs"] if "text" in output)
     return "".join("".join(stream["text"]) for stream in streams if stream["name"] == "stdout")
 

@@ -105,7 +105,7 @@ def test_an_alarm_is_raised_once_with_its_first_step(
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo", "stare"])
 def test_the_remedy_of_a_collapse_fits_the_objective(tmp_path, topology, name):
-    """What it sets is accepted, and is not what the run has already."""
+    """The run accepts the settings of the remedy, and does not have them already."""
     given = (f"loss.name={name}",)
     alarms = alarms_of(tmp_path, topology, *given, target=None)
     run(alarms, range(1, 5))

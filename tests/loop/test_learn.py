@@ -1,4 +1,4 @@
-"""Where the ratio of each token starts, and what a step does that is not finite."""
+"""The start of each token's ratio, and steps with values that are not finite."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ ENDS = (UserError("data"), EngineError("pool"), MismatchAlarm("far"), NonFiniteE
 def test_every_end_of_a_run_leaves_a_checkpoint_of_the_last_good_step(
     error: Exception, phase: str, tmp_path: Path, topology: Topology
 ) -> None:
-    """And who resumes from it ends where a run that nothing ended does."""
+    """A run that resumes from it ends with the result of an uninterrupted run."""
     options = ("train.num_rollout=4", "train.max_nonfinite_steps=1", *STALE[:2])
     whole = small_config(tmp_path, *options, f"run.dir={tmp_path}/whole")
     assert Trainer(whole, topology).run(Interrupt())

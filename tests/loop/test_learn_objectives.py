@@ -72,7 +72,7 @@ def check(found: dict[str, list[dict[str, float]]]) -> None:
 
 
 def test_every_objective_trains(tmp_path: Path) -> None:
-    """And the page of metrics explains what it says of itself."""
+    """The page of metrics explains every metric of an objective."""
     found = train(tmp_path, list(all_objectives()), 1)
     check(found)
     assert not unexplained(key for rows in found.values() for row in rows for key in row)

@@ -41,7 +41,7 @@ UPDATES = {
 
 @dataclasses.dataclass
 class Update:
-    """What the loss was given in one update, micro-batch after micro-batch, and what it gave."""
+    """The loss's inputs in one update, micro-batch after micro-batch, and its results."""
 
     surprisal: list[Tensor] = dataclasses.field(default_factory=list)
     old_surprisal: list[Tensor] = dataclasses.field(default_factory=list)

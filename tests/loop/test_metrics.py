@@ -1,4 +1,4 @@
-"""What a step makes of its GPUs."""
+"""Metrics of a step on GPUs."""
 
 from __future__ import annotations
 

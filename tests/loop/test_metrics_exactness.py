@@ -54,7 +54,7 @@ def z_of(logits_NV: Tensor, id_N: Tensor) -> float:
 
 
 def test_exact_samples_are_standard_normal() -> None:
-    """Of 300 batches the mean is within 4 and the deviation within 4 of their own deviations."""
+    """Over 300 batches the mean is within 4 and the deviation within 4 of their own deviations."""
     found = [z_of(logits_of(seed), sampled(logits_of(seed), 1000 + seed)) for seed in range(300)]
     assert abs(statistics.fmean(found)) < 4 / 300**0.5
     assert statistics.stdev(found) == pytest.approx(1.0, abs=4 / 600**0.5)

@@ -1,4 +1,4 @@
-"""What a configuration names is refused before anything is trained."""
+"""A configuration's files and names are checked before anything is trained."""
 
 from __future__ import annotations
 

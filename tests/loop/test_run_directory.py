@@ -1,4 +1,4 @@
-"""What may change when a run is continued, what is said of it, and the schedule that follows."""
+"""Settings that may change in a continued run, the messages about them, and the schedule."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def grpo_passk(own: float, values: list[float], lengths: list[int]) -> float:
 
 
 def dcpo(own: float, values: list[float], lengths: list[int]) -> float:
-    """Of a prompt's first visit."""
+    """The advantage at a prompt's first visit."""
     if len(set(values)) == 1:
         return 0.0
     return (own - mean_of(values)) / std_of(values)

@@ -212,7 +212,7 @@ def repo_r(batch: Batch) -> Losses:
 
 
 def dcpo_distribution(batch: Batch) -> Losses:
-    """Of the first step: T 1.2, and a gap of 0.5 that is cut to 0.1."""
+    """The loss of the first step: T 1.2, and a gap of 0.5 that is cut to 0.1."""
     share = sum(r > 0.05 for r in batch.rewards) / len(batch.rewards)
     mix = 0.1 / share / (1 + 0.1 / share)
 
@@ -237,7 +237,7 @@ def turns(batch: Batch) -> dict[Place, int]:
 
 
 def epo(batch: Batch, mode: str) -> Losses:
-    """Of the first step, and of one with a token of the turn from which P counts."""
+    """The losses of the first step, and of one with a token of the turn from which P counts."""
     turn, width = turns(batch), batch.mask.shape[1]
 
     def inside(x: Place) -> bool:

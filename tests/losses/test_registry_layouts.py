@@ -90,7 +90,9 @@ def share_of(rank: int, world_size: int) -> torch.Tensor:
 
 
 def measured(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    """Of every case: loss, this rank's slopes by surprisal and entropy, metrics and state."""
+    """The results of every case: loss, this rank's slopes by surprisal and entropy, metrics and
+    state.
+    """
     import torch.distributed as dist
 
     group = dist.group.WORLD if world_size > 1 else None
@@ -166,7 +168,7 @@ def test_two_ranks_make_the_step_of_one(
 def test_the_plans_select_tokens(
     runs: tuple[dict[str, dict[str, Any]], list[dict[str, dict[str, Any]]]],
 ) -> None:
-    """Or ranks that choose nothing would agree."""
+    """Otherwise the ranks would agree because they select no token."""
     for name, result in runs[0].items():
         for key, value in result["numbers"].items():
             if key.endswith("_fraction"):

@@ -62,8 +62,8 @@ def groups(count: int, vocabulary: int = 500) -> list[Group]:
 
 
 def trained(directory: str, cases: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """Of each case, a layout of tests/loop/test_trainer_layouts.py and further overrides, three
-    steps.
+    """The metrics of each case, a layout of tests/loop/test_trainer_layouts.py and further
+    overrides, over three steps.
     """
     found = {}
     for name, (layout, *further) in cases.items():

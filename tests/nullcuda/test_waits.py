@@ -1,4 +1,4 @@
-"""How often the host waits for the device, by the cause of the wait."""
+"""The number of times that the host waits for the device, by the cause of the wait."""
 
 from __future__ import annotations
 

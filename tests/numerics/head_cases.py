@@ -1,5 +1,5 @@
-"""What the tests of the head share:
-example inputs, one call for all three ways, the twin's gradients.
+"""Shared parts of the tests of the head: example inputs, one call for all three ways, the twin's
+gradients.
 """
 
 from __future__ import annotations

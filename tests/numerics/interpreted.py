@@ -12,9 +12,7 @@ from tests.paths import ROOT
 
 
 def interpreted(module: str, function: str) -> str:
-    """What `module.function("cpu")` returns, as text. AssertionError with what it said where it
-    fails.
-    """
+    """The result of `module.function("cpu")`, as text. AssertionError with its output on error."""
     pytest.importorskip("triton")
     environment = os.environ | {
         "TRITON_INTERPRET": "1",

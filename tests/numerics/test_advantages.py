@@ -158,7 +158,7 @@ def smooth(visits):
     ],
 )
 def test_dcpo_remembers_earlier_visits(visits):
-    """Also in a batch with a prompt that is new, and in which nothing is known of earlier ones."""
+    """The same in a batch with a new prompt, and in one without any earlier visit."""
     earlier = torch.zeros(1, 3, dtype=torch.float64)
     for number, rewards in enumerate(visits):
         count = len(rewards)

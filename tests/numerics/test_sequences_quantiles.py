@@ -55,7 +55,9 @@ def statistics(rows: Tensor, across: Across) -> dict[Any, Tensor]:
 
 
 def share(rank: int) -> Tensor:
-    """Of the sequence of two each rank has one, of the long ones a part, of the single one none."""
+    """The rank's tokens: one of the sequence of two, a part of the long ones, none of the single
+    one.
+    """
     return torch.arange(sum(LENGTHS))[rank::2]
 
 

@@ -132,7 +132,9 @@ def test_kept_mass(way: str, kappa: float) -> None:
 
 
 def test_kept_mass_by_hand() -> None:
-    """Of .5, .3, .15, .05 the share 0.3 of the largest keeps .5, .3 and .15, of 0.31 two."""
+    """Of the probabilities .5, .3, .15, .05 the share 0.3 of the largest keeps .5, .3 and .15, and
+    the share 0.31 keeps two.
+    """
     logits_NH = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log()
     shard = VocabShard(torch.eye(4, dtype=torch.float64), None, 4)
     found = token_stats(logits_NH, shard, torch.tensor([2]), kappa=0.31)

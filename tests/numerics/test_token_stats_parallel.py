@@ -27,7 +27,7 @@ WORKSPACES = (64 << 20, 2_000)
 
 
 class GatherRows(torch.autograd.Function):
-    """What a sequence-parallel caller does: all-gather the rows, reduce-scatter their gradient."""
+    """Calls of a sequence-parallel caller: all-gather the rows, reduce-scatter their gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden_nH: Tensor, group: dist.ProcessGroup) -> Tensor:

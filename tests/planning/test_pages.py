@@ -30,8 +30,8 @@ def test_the_pages_are_up_to_date() -> None:
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_commands_are_those_of_their_recipe(name: str) -> None:
-    """Of each command: the program's own parser takes it, the configuration takes its overrides,
-    and ranks, servers and places are the recipe's.
+    """Each command is valid: the program's own parser takes it, the configuration takes its
+    overrides, and ranks, servers and places are the recipe's.
     """
     config, cluster = find_recipe(name), CLUSTERS[name]
     found = {}

@@ -239,7 +239,7 @@ def test_servers_without_gpus_are_refused() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe"])
 @pytest.mark.parametrize("rounded", ["none", "fp8_experts"])
 def test_fp8_servers_hold_one_byte_for_each_encoded_weight(family: str, rounded: str) -> None:
-    """And a scale for 128 x 128 of them; counted in the table of names."""
+    """One scale for 128 x 128 of them is added; both are counted in the table of names."""
     hf = tiny_config(family)
     encoded = block_matrices(hf, experts_only=rounded == "fp8_experts")
     shapes = {n: s for entry in name_table(hf) for n, s in zip(entry.hf, entry.shapes, strict=True)}

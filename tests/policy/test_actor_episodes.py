@@ -88,7 +88,7 @@ def groups_of(split: tuple[int, ...] | None) -> list[Group]:
 
 
 def identities(batch: TokenBatch) -> list[tuple[int, int]]:
-    """Of every loss token of one rank: its rollout, and its number among that rollout's."""
+    """For every loss token of one rank: its rollout, and its number among that rollout's."""
     order = torch.argsort(batch.token_index_T)
     counted: dict[int, int] = {}
     found: dict[int, tuple[int, int]] = {}
@@ -150,8 +150,8 @@ def measured(directory: str, options: tuple[str, ...], name: str, split: str) ->
 
 
 def in_float64(batch: TokenBatch, loss: LossConfig) -> dict[tuple[int, int], list[float]]:
-    """Of every token of one rank: the gradient of the batch's loss to its surprisal, and what it is
-    made of; the scores are functions of the token's identity.
+    """For every token of one rank: the gradient of the batch's loss to its surprisal, and the parts
+    of this gradient; the scores are functions of the token's identity.
     """
     own = identities(batch)
     dice = torch.Generator().manual_seed(11)

@@ -112,15 +112,17 @@ def sequence_form(tokens: LossTokens, config: LossConfig) -> Tensor:
 
 
 def crossed(tokens: LossTokens, config: LossConfig) -> Tensor:
-    """Of no paper: each token weighs its sequence's mean otherwise, so that no symmetry between
-    ranks hides a wrong gradient.
+    """An objective of no paper: each token weighs its sequence's mean differently, so that no
+    symmetry between ranks hides a wrong gradient.
     """
     mean = tokens.sequence_mean(tokens.surprisal.square()) / 10
     return tokens.advantage * tokens.surprisal * mean + torch.sin(tokens.old_surprisal) * mean
 
 
 def scanned(tokens: LossTokens, config: LossConfig) -> Tensor:
-    """Of no paper: weights by every scan along the sequence, over tool output and through it."""
+    """An objective of no paper: weights by every scan along the sequence, over tool output and
+    through it.
+    """
     shift = tokens.old_surprisal - tokens.surprisal.detach()
     kalman = functools.partial(kalman_mean, process_noise=0.2, measurement_noise=0.5)
     weight = tokens.sequence_scan(preceding_minimum, torch.exp(shift))
@@ -305,7 +307,7 @@ def test_the_further_scores_are_those_of_one_rank(runs: Runs, layout: str) -> No
 
 
 def test_the_loss_equals_the_twins(runs: Runs) -> None:
-    """Of the published sequence form in float64, from the surprisals that one rank scored."""
+    """Loss of the published sequence form in float64, from the surprisals that one rank scored."""
     (one,) = runs["one", "gspo"]
     loss, gradients = reference_losses.gspo_of_sequences(*one["tokens"], CLIPS)
     assert one["loss"] == pytest.approx(loss, rel=1e-5)

@@ -105,7 +105,7 @@ SURPRISAL = BoundLoss(lambda tokens: tokens.advantage * tokens.surprisal)
 
 
 def an_actor(directory: Path, *options: str) -> Actor:
-    """With an epsilon of 1 Adam's first step is g / (|g| + 1): the weights show the gradient."""
+    """Adam's first step with an epsilon of 1 is g / (|g| + 1): the weights show the gradient."""
     common = ("policy.max_tokens_per_gpu=60", "optimizer.lr=1", "optimizer.adam_eps=1")
     common += ("optimizer.clip_grad=1e6", "optimizer.weight_decay=0")
     config = override(Config(), [f"policy.hf_checkpoint={directory}", *common, *options])
@@ -192,7 +192,7 @@ def twins(checkpoints: dict[str, Path]) -> dict[str, Twin]:
 
 
 class Runs(dict[tuple[int, bool], list[dict[Any, Any]]]):
-    """What each rank of a world of this size found, quick or slow, made when it is asked for."""
+    """The results of each rank of a world of this size, quick or slow, made on request."""
 
     def __init__(self, checkpoints: dict[str, Path]) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def moved(actor: Actor) -> None:
 
 
 def choices_of(batch: TokenBatch) -> list[numpy.ndarray]:
-    """Of every sequence, from packed micro-batches of one rank."""
+    """The scores of every sequence, from packed micro-batches of one rank."""
     found: dict[int, numpy.ndarray] = {}
     for micro in batch.microbatches:
         assert micro.routing_RLK is not None and micro.cumulative_lengths is not None

@@ -83,7 +83,7 @@ def groups_of(shape: RoutingShape) -> list[Group]:
 
 
 def an_actor(directory: Path, *options: str) -> Actor:
-    """With an epsilon of 1 Adam's first step is g / (|g| + 1)."""
+    """Adam's first step with an epsilon of 1 is g / (|g| + 1)."""
     common = ("policy.max_tokens_per_gpu=200", "optimizer.lr=1", "optimizer.adam_eps=1")
     common += ("optimizer.clip_grad=1e6", "optimizer.weight_decay=0")
     config = override(Config(), [f"policy.hf_checkpoint={directory}", *common, *options])
@@ -141,7 +141,7 @@ def ranks(checkpoint: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def rounded(checkpoint: Path) -> dict[str, Tensor]:
-    """What the model is to hold at first, in float64."""
+    """The first weights of the model, in float64."""
     stored = load_file(checkpoint / "model.safetensors")
     experts = block_matrices(hf_of(checkpoint), experts_only=True)
     assert len(experts) == 3 * 4
@@ -183,7 +183,7 @@ def fused(name: str, parameter: Tensor, weights: dict[str, Tensor]) -> Tensor:
 
 @pytest.fixture(scope="module")
 def twins(checkpoint: Path, rounded: dict[str, Tensor]) -> tuple[Twin, Twin]:
-    """Of rounded experts, and of those that the checkpoint has."""
+    """Twins with rounded experts, and with those of the checkpoint."""
     stored = load_file(checkpoint / "model.safetensors")
     plain = {name: tensor.bfloat16().double() for name, tensor in stored.items()}
     return Twin(checkpoint, rounded), Twin(checkpoint, plain)
@@ -255,7 +255,7 @@ def hf_of(directory: Path) -> Any:
 
 
 def a_run(directory: Path, name: str, *settings: str) -> Config:
-    """Of a model with experts in three of four layers."""
+    """A run of a model with experts in three of four layers."""
     small = (
         "policy.weight_quantization=fp8_experts",
         "policy.dtype=bf16",

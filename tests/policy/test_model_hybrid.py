@@ -28,7 +28,7 @@ from tests.tiny_models import tiny_config, write_checkpoint
 
 
 class Layer(nn.Module):
-    """Of GPTModel's names, of HybridModel's modules."""
+    """A layer with GPTModel's names, made of HybridModel's modules."""
 
     def __init__(self, attention: Any, mlp: Any) -> None:
         super().__init__()

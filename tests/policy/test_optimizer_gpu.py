@@ -1,4 +1,4 @@
-"""What stays of the trainer on a GPU that servers share."""
+"""The trainer's memory on a GPU that servers share."""
 
 from __future__ import annotations
 

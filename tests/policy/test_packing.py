@@ -1,5 +1,5 @@
-"""Who trains on what: budgets, balance, alignment,
-and that every loss token is placed exactly once.
+"""Sequences in micro-batches: budgets, balance, alignment, and that every loss token is placed
+exactly once.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def everywhere(
 
 
 def joined(batches: list[TokenBatch]) -> TokenBatch:
-    """What all ranks hold together, as one rank would."""
+    """The tokens of all ranks together, as one rank would hold them."""
     columns = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in FLAT}
     return dataclasses.replace(batches[0], **columns)
 
 
 def naive_coefficients(groups: list[Group], aggregation: str) -> list[float]:
-    """Of every loss token in the groups' order, counted out of the rollouts themselves."""
+    """The coefficient of every loss token in the groups' order, from the rollouts themselves."""
     counts = [
         rollout.loss_tokens for group in groups for rollout in group.rollouts if rollout.loss_tokens
     ]

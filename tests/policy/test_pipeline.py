@@ -9,8 +9,8 @@ from megatron_stare.policy.pipeline import received
 
 
 def sent(count: int, stage: int, stages: int, chunks: int, forward: bool) -> list[int]:
-    """What stage `stage` sends on, in the order of its own steps: every micro-batch of a chunk in
-    groups of as many as there are stages, chunk after chunk (arXiv 2104.04473, figure 4).
+    """The tensors that stage `stage` sends, in the order of its own steps: every micro-batch of a
+    chunk in groups of as many as there are stages, chunk after chunk (arXiv 2104.04473, figure 4).
     """
     order = []
     for first in range(0, count, stages):

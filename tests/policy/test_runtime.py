@@ -1,4 +1,4 @@
-"""What happens before Megatron-Core is imported."""
+"""Work before the import of Megatron-Core."""
 
 from __future__ import annotations
 

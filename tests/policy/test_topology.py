@@ -1,4 +1,4 @@
-"""What ranks with a GPU send to each other, and by which backend."""
+"""Messages between ranks with a GPU, and their backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fails on one rank fails on all of them, in the same way, so that they can save together."""
+"""A failure on one rank fails on all of them, in the same way, so that they can save together."""
 
 from __future__ import annotations
 

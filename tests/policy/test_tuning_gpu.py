@@ -1,4 +1,4 @@
-"""What this GPU has, asked of the machine itself."""
+"""The properties of this GPU, read from the machine itself."""
 
 from __future__ import annotations
 

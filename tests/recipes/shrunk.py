@@ -32,7 +32,7 @@ ROUTED: dict[str, dict[str, Any]] = {
 
 
 def families() -> set[str]:
-    """Of the recipes' models."""
+    """The model families of the recipes."""
     return {str(model["model_type"]) for model in MODELS.values()}
 
 

@@ -80,7 +80,7 @@ def distances(directory: Path, run: str) -> list[float]:
 
 
 def test_every_arm_is_valid_and_adapted_ones_only_add_adapters() -> None:
-    """Those with adapters name their rank and learning rate."""
+    """Arms with adapters name their rank and learning rate."""
     config = find_recipe("smollm2_135m")
     runs = {name: override(config, words) for name, words in config.compare.arms.items()}
     assert all(objective_of(run.loss) for run in runs.values())

@@ -1,4 +1,4 @@
-"""What counts as movement of a rank."""
+"""Movement of a rank."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_only_a_run_with_a_weight_has_a_gate(tmp_path):
 
 
 def test_every_evaluation_set_has_its_rows():
-    """Of any name and number of samples; k is a letter where runs differ."""
+    """Sets have any name and number of samples; k is a letter where runs differ."""
     one = {"eval/sums/pass_at_k": 0.5, "eval/sums/avg_at_k": 0.25, "eval/sums/k": 4}
     rows = summary.table_rows([one])
     assert ("eval/sums/pass_at_k", "sums, pass@4", ".3f") in rows

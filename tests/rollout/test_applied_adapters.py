@@ -55,7 +55,7 @@ def test_the_engines_model_is_that_with_merged_weights(
 
 
 def streamed(rank: int, world_size: int, folder: str, layout: str) -> dict[str, torch.Tensor]:
-    """What an engine is sent under a layout."""
+    """The tensors that an engine receives under a layout."""
     options = (*APART, f"policy.{layout}_model_parallel_size=2")
     actor = actor_of(Path(folder) / "model", "fp32", options)
     return {name: tensor.clone() for name, tensor in actor.served_weights()}

@@ -315,7 +315,7 @@ def test_new_weights_change_what_is_sampled(checkpoints):
 
 
 def logprobs_of(checkpoint, scale, request, rollout):
-    """What transformers says of each response token, with all weights times `scale`."""
+    """The log-probs of each response token by transformers, with all weights times `scale`."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():

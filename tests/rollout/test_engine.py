@@ -9,7 +9,9 @@ from megatron_stare.rollout.engine import seed_number
 
 
 def test_no_two_samples_share_a_seed():
-    """Of a group for certain, in the lower half of the number too; of anything else by chance."""
+    """Seeds of a group differ for certain, in the lower half of the number too; others differ by
+    chance.
+    """
     groups = itertools.product((0, 1, 2**40), (TRAINING, EVALUATION), range(40))
     numbers = [[seed_number((*words, sample)) for sample in range(64)] for words in groups]
     flat = [number for group in numbers for number in group]

@@ -31,7 +31,7 @@ def group(rewards, tokens=1, index=5, verdicts=()):
 
 
 def advantages(*groups, **scoring):
-    """Of every rollout of every group."""
+    """The advantage of every rollout of every group."""
     judged = with_advantages(groups, ScoringConfig(**scoring))
     return [[rollout.advantage for rollout in one.rollouts] for one in judged]
 
@@ -79,7 +79,7 @@ def with_baseline(judged, baseline):
 
 
 def test_a_greedy_baseline_is_taken_from_its_groups_rewards():
-    """And where it could not be verified the group learns nothing."""
+    """A group with an unverifiable baseline learns nothing."""
     easy, hard = with_baseline(group([1, 0]), 1.0), with_baseline(group([1]), 0.0)
     unread = with_baseline(group([1, 0]), None)
     found = advantages(easy, hard, unread, advantage="remax")

@@ -63,7 +63,7 @@ def test_this_machines_addresses_are_known():
 
 
 def hand_out(rank: int, world_size: int) -> list[Any]:
-    """What a rank sees of weights that are handed to two servers, by rank 0 and 1 and by rank 1."""
+    """A rank's view of weights that are sent to two servers, by rank 0 and 1 and by rank 1."""
     topology = topologies.start(PolicyConfig())
     return [
         ([name for name, _ in part.tensors], part.last, part.contents)

@@ -211,7 +211,7 @@ def test_a_stalled_worker_is_found_and_replaced(
 def test_the_wait_for_unfinished_rollouts_is_bounded(
     tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ):
-    """With run.hang_timeout=0 no stopped process is replaced."""
+    """run.hang_timeout=0 replaces no stopped process."""
     monkeypatch.setattr(process_worker, "START_SECONDS", 0.5)
     monkeypatch.setattr(process_worker, "PATIENCE_SECONDS", 2.0)  # for its end
     run = Trainer(

@@ -40,7 +40,7 @@ def recipe(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many optimizers and gradient buffers have been built so far."""
+    """The number of optimizers and gradient buffers built so far."""
     built: list[str] = []
     for module, name in ((megatron_optimizer, "get_megatron_optimizer"), (distributed, WRAPPER)):
         real = getattr(module, name)

@@ -59,7 +59,9 @@ def on_ranks(rank: int, size: int, directory: str) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the command wrote, and under "... alarm" the table; of one rank alone under "one"."""
+    """The table of the command, and under "... alarm" the table of the alarm; of one rank alone
+    under "one".
+    """
     directory = tmp_path_factory.mktemp("parity")
     small_config(directory)
     run_distributed(on_ranks, 2, str(directory))

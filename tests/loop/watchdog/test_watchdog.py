@@ -80,7 +80,7 @@ def one_rank(scenario: str, rank: int, world: int, folder: Path) -> None:
 
 
 class Ended:
-    """How the ranks of a scenario ended, and what they left."""
+    """The exit codes of a scenario's ranks, and their files."""
 
     def __init__(self, folder: Path, codes: list[int | None]) -> None:
         self.codes = codes

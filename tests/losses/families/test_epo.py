@@ -23,7 +23,7 @@ def batch_with(entropies, turns=None, mask=None):
 
 
 def outside(loss, entropies):
-    """How many of the entropies were out of their band, from the loss."""
+    """The number of entropies out of their band, from the loss."""
     return (float(loss.detach()) / 1e-3 * len(entropies) + sum(entropies)) / 0.1
 
 

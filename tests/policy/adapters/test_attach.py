@@ -28,7 +28,7 @@ OF_EXPERTS = OTHERS | {"EP2": (EP, SPREAD), "TP2": (TP, SP, EP)}
 
 
 def layouts(more: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Of two ranks, by name; with whole experts TP2 divides these too."""
+    """Layouts of two ranks, by name; with whole experts TP2 divides these too."""
     return OF_EXPERTS if WHOLE in more else OTHERS
 
 
@@ -63,7 +63,7 @@ def loaded(
         pytest.param("qwen2_tied", "fp32", (), marks=pytest.mark.slow),
         ("qwen2_tied", "bf16", ()),
         ("deepseek_v3", "fp32", (LATENT,)),
-        ("glm4_moe", "fp32", (WHOLE,)),
+        pytest.param("glm4_moe", "fp32", (WHOLE,), marks=pytest.mark.slow),
         ("glm4_moe", "bf16", (WHOLE, SHARED)),
     ],
 )

@@ -55,7 +55,7 @@ def written(place: Path, hf: PretrainedConfig, *options: str) -> Path:
 
 @pytest.fixture
 def settings(run: Path) -> Iterator[tuple[str, ...]]:
-    """Of a run that starts with peft/, in this process."""
+    """The settings of a run that starts with peft/, in this process."""
     yield (RANK, ALPHA, f"adapters.start={run / 'peft'}")
     topologies.stop()
 

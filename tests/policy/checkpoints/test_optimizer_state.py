@@ -137,7 +137,7 @@ def is_whole(state: dict[str, Any]) -> bool:
 def save(
     actor: Actor, directory: Path, background: bool = False, loop: dict[str, Any] | None = None
 ) -> Save:
-    """What Checkpoints does, without its names."""
+    """The work of Checkpoints, without its names."""
     if actor.topology.is_first:
         directory.mkdir()
     actor.topology.gather(None)
@@ -158,7 +158,7 @@ def bytes_written(saving: Save) -> int:
 
 
 def share(actor: Actor, directory: Path, background: bool) -> tuple[int, int]:
-    """What a rank writes, and the memory that saving takes [bytes]."""
+    """The bytes that a rank writes, and the memory that saving takes [bytes]."""
     written: list[int] = []
     peak = peak_bytes(lambda: written.append(bytes_written(save(actor, directory, background, {}))))
     return written[0], peak

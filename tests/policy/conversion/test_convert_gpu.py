@@ -37,7 +37,7 @@ def saved(hf: PretrainedConfig, chunks: list, target: Path, topology: Topology) 
 
 
 def test_the_description_of_parameters_takes_no_memory(topology: Topology) -> None:
-    """Of 32B parameters, and of experts."""
+    """The models have 32B parameters, or experts."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.max_memory_allocated()
     found = megatron_files.places(Qwen2Config(**SIZES, **HEADS), topology)

@@ -1,4 +1,4 @@
-"""What the attention keeps between forward and backward, and its peak."""
+"""Memory of the attention between forward and backward, and its peak."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _megatron_rows(length: int, group: Any) -> list[int]:
 
 
 def _kept_share(group: Any) -> int:
-    """What autograd keeps of a rank's 128 tokens: its own, not the gathered keys."""
+    """Autograd's memory of a rank's 128 tokens: its own keys, not the gathered ones."""
     qkv = [torch.randn(128, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
     with saved_storages() as kept:
         core(16, group)(*qkv, packed_seq_params=packed_params([0, 128 * group.size()]))
@@ -114,8 +114,8 @@ def _kept_share(group: Any) -> int:
 
 
 def _refusals(group: Any) -> int:
-    """How many of two lengths that cannot be cut were taken (no
-    rank communicates before it refuses).
+    """The number of two indivisible lengths that were accepted (no rank communicates before it
+    refuses).
     """
     taken = 0
     size = group.size()

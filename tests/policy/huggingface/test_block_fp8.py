@@ -38,7 +38,7 @@ def test_every_number_is_the_nearest(shape: tuple[int, int], dtype: torch.dtype)
 
 
 def test_rounding_twice_changes_nothing() -> None:
-    """Whatever scales it is written with: of one more octave the codes are half as large."""
+    """The scales do not matter: with one more octave the codes are half as large."""
     for dtype in (torch.bfloat16, torch.float32):
         once = rounded(matrix(300, 160, dtype))
         code, scale = encode(once)

@@ -67,7 +67,7 @@ def test_published_shapes_build_with_as_many_parameters(name: str, alone: Topolo
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_config_json_in_the_form_of_transformers_4_is_the_same(name: str, tmp_path: Path) -> None:
-    """With rope_theta and rope_scaling, and fields that nothing reads."""
+    """Such a file has rope_theta and rope_scaling, and fields that nothing reads."""
     fields = dict(PUBLISHED[name]["config"])
     rope = dict(fields.pop("rope_parameters"))
     fields["rope_theta"] = rope.pop("rope_theta")

@@ -94,7 +94,7 @@ def squares(tokens: LossTokens) -> Tensor:
 
 
 def fields_of(option: str) -> dict[str, Any]:
-    """Of a model with four layers, so that two stages of two chunks hold one each."""
+    """The model has four layers, so that two stages of two chunks hold one each."""
     family, changes = OPTIONS[option]
     more = {"smollm3": {"no_rope_layers": [1, 0, 1, 0]}}.get(family, {})
     return SHAPE | more | changes

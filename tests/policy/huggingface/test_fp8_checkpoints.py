@@ -43,7 +43,9 @@ def blocks(shape: torch.Size) -> list[tuple[int, int, slice, slice]]:
 
 
 def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """With the scales of DeepSeek's script, max |W_b| / 448, which are no powers of two."""
+    """The checkpoint has the scales of DeepSeek's script, max |W_b| / 448, which are not powers of
+    two.
+    """
     scale = torch.empty([-(-size // 128) for size in weight.shape])
     code = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     for row, column, down, right in blocks(weight.shape):

@@ -149,7 +149,7 @@ def test_bf16_weights_in_a_bf16_model_come_back_bit_for_bit(tmp_path, alone):
 
 
 def exported(directory, policy, place):
-    """What export_hf writes, and the memory that it takes here [bytes]."""
+    """The tensors that export_hf writes, and the memory that it takes here [bytes]."""
     model = PolicyModel(str(directory), policy, place, 1.0)
     target = directory.with_name(f"{directory.name}-exported")
     peak = peak_bytes(lambda: export_hf(model, directory, target))

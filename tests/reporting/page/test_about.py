@@ -1,4 +1,4 @@
-"""What ran: settings of arms next to each other, environments of their starts."""
+"""Description of runs: settings of arms next to each other, environments of their starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was survived, counted over restarts; alarms as they were raised."""
+"""Survived faults, counted over restarts; alarms as they were raised."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ class Crowd:
         return [future.result(timeout=300) for future in futures]
 
     def held(self) -> dict[str, Any]:
-        """What episodes take and must give back: sessions, places, running tasks, open files of the
-        trainer and of the host, and objects in memory.
+        """Resources that episodes take and must give back: sessions, places, running tasks, open
+        files of the trainer and of the host, and objects in memory.
         """
         (host,) = self.engine.hosts.hosts
         return {

@@ -63,7 +63,7 @@ class Surroundings:
         }
 
     def difference(self, later: Surroundings) -> list[str]:
-        """What is there now and was not; processes by command line."""
+        """New processes by id, the number of new descriptors, and new files."""
         new = [f"process {pid}" for pid in later.processes - self.processes]
         if later.descriptors > self.descriptors:
             new.append(f"{later.descriptors - self.descriptors} descriptors")

@@ -1,5 +1,5 @@
-"""What a program leaves behind is its own: the next call, of whomever, gets a working sandbox.
-Only a machine on which no interpreter starts is an error, and that one is raised.
+"""Remains of a program harm only itself: the next call, of any caller, gets a working sandbox. Only
+a machine on which no interpreter starts is an error, and that one is raised.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What a call gives back, in every isolation:
-values, errors, limits, state, concurrency, refusals.
-"""
+"""Results of a call, in every isolation: values, errors, limits, state, concurrency, refusals."""
 
 from __future__ import annotations
 

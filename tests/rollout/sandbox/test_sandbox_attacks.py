@@ -24,7 +24,7 @@ SECRET = "TOPSECRET"
 
 
 class Outside:
-    """What a program must neither read, change, reach nor end."""
+    """Targets that a program must neither read, change, reach nor end."""
 
     def __init__(self, place: Path) -> None:
         place.chmod(0o777)
@@ -59,7 +59,7 @@ class Outside:
         return attack
 
     def harm(self) -> list[str]:
-        """What happened to it."""
+        """The damage that the attack did, one line each."""
         found = [f"{path} was made" for path in self.place.glob("escaped*")]
         for directory in ("/dev/shm", "/var/tmp"):
             found += [f"{path} was made" for path in Path(directory).glob("escaped_attack*")]

@@ -1,4 +1,4 @@
-"""What waits for what: idle sessions for a process of their own, calls for a place to run in."""
+"""Waits: idle sessions for a process of their own, calls for a place to run in."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def lines_of(program):
 
 
 def verdict(machine, name, *arguments, wanted=None, audit=None):
-    """What the kernel would answer to this call."""
+    """The kernel's answer to this call."""
     number = seccomp.NUMBERS[name][MACHINES.index(machine)] if isinstance(name, str) else name
     values = [value & (1 << 64) - 1 for value in (*arguments, *[0] * (6 - len(arguments)))]
     data = struct.pack("<IIQ6Q", number, audit or seccomp.AUDIT[machine], 0, *values)

@@ -1,5 +1,5 @@
-"""What each isolation holds for a trainer without rights: the claims of protections.py and of
-docs/tools.md, tried out on files, shared memory and a process of the same user.
+"""The protections of each isolation for a trainer without rights: the claims of protections.py and
+of docs/tools.md, tried out on files, shared memory and a process of the same user.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ os.execv(command[0], command)
 
 
 def command(*arguments: str) -> list[str]:
-    """What starts Python with these arguments as a user without rights."""
+    """The command that starts Python with these arguments as a user without rights."""
     if os.geteuid() != 0:
         return [sys.executable, *arguments]
     places = dict.fromkeys(

@@ -197,7 +197,7 @@ def chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 class Addresses(list[str]):
-    """Of servers, and the process that they are in."""
+    """The URLs of servers, and the process that they are in."""
 
     process: subprocess.Popen[bytes]
 

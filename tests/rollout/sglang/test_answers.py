@@ -89,7 +89,7 @@ def test_both_decoders_agree_on_broken_answers(fault: str, separators: Any):
 
 @pytest.mark.parametrize("ending", [{"type": "abort"}, None])
 def test_an_aborted_answer_keeps_its_lists(ending: Any):
-    """What was sent of it may have to be taken off."""
+    """The pool may remove tokens from such an answer, so that the lists stay lists."""
     content = answer(drawn(2))
     del content["meta_info"]["input_top_logprobs"]
     content["meta_info"]["finish_reason"] = ending

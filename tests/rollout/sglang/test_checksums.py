@@ -1,4 +1,4 @@
-"""What a server must report of the weights it was sent: buckets, hashes, fused tensors."""
+"""Reports of a server about its new weights: buckets, hashes, fused tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What needs no server: answers checked, weights hashed as a server does, requests balanced,
+"""Tests without a server: answers checked, weights hashed as a server does, requests balanced,
 prompts refused.
 """
 

@@ -1,4 +1,4 @@
-"""How the request to a server says what to sample."""
+"""Sampling settings in the request to a server."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_a_cache_key_keeps_prefixes_of_other_weights_apart():
 
 
 def test_the_seed_is_that_of_the_response_and_stays_so():
-    """Whatever there is of it already: a retry, a further turn, what follows an interrupted part.
-    The place of a token gives it other random numbers than those of the part.
+    """The state of the response does not matter: a retry, a further turn, the rest of an
+    interrupted part. The place of a token gives it other random numbers than those of the part.
     """
     plain, part = (
         SamplingParams(1.0, 1.0, 6),

@@ -1,4 +1,4 @@
-"""What starts servers: which Python, which command, and which NCCL it would bring."""
+"""The start of servers: Python, command, and version of NCCL."""
 
 from __future__ import annotations
 

@@ -85,9 +85,7 @@ def test_both_engines_agree_on_the_cold_path(pool: SGLangPool, checkpoint: Path)
 def test_new_weights_are_sampled_from_and_verified(
     server: ServerProcess, checkpoint: Path, tmp_path: Path, method: str, bucket_mib: int
 ):
-    """With 1 MiB the 2.2 MB model goes in several buckets,
-    the last of which carries the new version.
-    """
+    """Buckets of 1 MiB divide the 2.2 MB model; the last one carries the new version."""
     other = make_model(tmp_path / "other", "qwen2", seed=7)
     parts = list(buckets(load_file(other / "model.safetensors").items(), bucket_mib << 20))
     assert len(parts) == (3 if bucket_mib == 1 else 1)

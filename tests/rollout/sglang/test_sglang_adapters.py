@@ -80,7 +80,7 @@ class Served:
         assert_sampled_from(merged, asked, rollouts)
 
     def count(self, path: str) -> int:
-        """How often the server answered requests to `path` with success."""
+        """The number of requests to `path` that the server answered with success."""
         log = (self.directory / "servers" / "sglang_0.log").read_text()
         return log.count(f'"POST /{path} HTTP/1.1" 200')
 
@@ -133,7 +133,7 @@ def test_scores_include_the_adapters(served: Served) -> None:
 
 
 def _logprobs(model: PolicyModel, ids: numpy.ndarray, *, merged: bool) -> numpy.ndarray:
-    """Of the ids after the first, by transformers."""
+    """Log-probs of the ids after the first, by transformers."""
     weights = dict(dataclasses.replace(model.weights(), merged=merged))
     hf = AutoModelForCausalLM.from_pretrained(model.hf_checkpoint, dtype=torch.float32).eval()
     hf.load_state_dict(weights)

@@ -84,7 +84,7 @@ class Logged:
 
 @torch.no_grad()
 def logprobs(checkpoint: Path, ids: Sequence[int]) -> torch.Tensor:
-    """What transformers says of every token after the first."""
+    """The log-probs of every token after the first, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="eager"
     ).eval()

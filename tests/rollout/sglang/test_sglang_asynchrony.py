@@ -37,7 +37,7 @@ SLOW_ROLLOUTS = ("rollout.rollout_max_response_len=60", "sglang.max_concurrency=
 
 
 def logprobs(checkpoint: Path, request: Request, ids: tuple[int, ...]) -> torch.Tensor:
-    """What transformers says of every response token."""
+    """The log-probs of every response token, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="eager"
     ).eval()

@@ -36,7 +36,7 @@ def on(proxy: Proxy) -> tuple[str, ...]:
 def evaluated(
     directory: Path, checkpoint: Path, *settings: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What `evaluate` writes: the numbers and the problems."""
+    """The output of `evaluate`: the numbers and the problems."""
     paths = (
         f"policy.hf_checkpoint={checkpoint}",
         f"evaluation.eval_data.held={directory.parent}/problems.jsonl",
@@ -65,7 +65,7 @@ def test_a_server_evaluates_as_the_embedded_engine_does(
 def test_a_server_samples_from_the_candidates_that_top_k_leaves(
     proxy: Proxy, checkpoint: Path, tmp_path: Path
 ):
-    """Of one candidate there is one response, however hot; of two there are more."""
+    """One candidate gives one response at any temperature; two give more."""
     settings = (*on(proxy), "evaluation.per_set.held.temperature=2")
     one = evaluated(tmp_path / "one", checkpoint, *settings, "evaluation.eval_top_k=1")
     embedded = evaluated(tmp_path / "embedded", checkpoint)

@@ -127,6 +127,6 @@ def test_stale_weights_are_found_in_the_first_step_that_has_them(
 
 
 def alarms(directory: Path) -> str:
-    """What the run's alarms say."""
+    """The messages of the run's alarms."""
     file = directory / "run/alarms.jsonl"
     return file.read_text() if file.exists() else ""

@@ -149,7 +149,7 @@ def test_every_way_of_sending_brings_the_same_bits(
 def test_a_wrong_bit_is_found(
     engine: ServedEngine, wide: Path, rounded: dict[str, Tensor], sending: Any
 ) -> None:
-    """Of a code that is fused with others, and of a scale."""
+    """The bit is of a code that is fused with others, or of a scale."""
     pool = engine.pool
     assert pool is not None
     pool.expect(20)

@@ -59,8 +59,8 @@ def sampling(pool: SGLangPool, asked: Sequence[Request]) -> Future[list[Rollout]
 def newer_tokens(
     old: PreTrainedModel, new: PreTrainedModel, request: Request, rollout: Rollout
 ) -> int:
-    """How many of the last tokens the new weights sampled on the cache that the old ones left.
-    Fails where the log-probs are not those of such a change at any token.
+    """The number of last tokens that the new weights sampled on the cache of the old ones. Fails if
+    the log-probs are not those of such a change at any token.
     """
     prompt, ids = request.prompt_ids.tolist(), rollout.response_ids.tolist()
 

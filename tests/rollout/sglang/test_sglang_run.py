@@ -81,7 +81,7 @@ def test_an_attached_run_evaluates_too(server: ServerProcess, checkpoint: Path, 
 
 
 def batches_of(config: Config, topology: Topology) -> list[list[tuple[Prompt, Rollout]]]:
-    """What each step of a run trains."""
+    """The batch of each step of a run."""
     trainer, batches = Trainer(config, topology), []
     collect = trainer.collector.collect
 
@@ -113,8 +113,8 @@ def check_first_step(
 def test_prompts_sampled_again_have_log_probs_of_their_temperature(
     server: ServerProcess, checkpoint: Path, tmp_path: Path, topology: Topology
 ):
-    """What compares the engine with the policy leaves them out, or it would see far more than
-    rounding.
+    """Metrics that compare the engine with the policy leave them out; otherwise they would see far
+    more than rounding.
     """
     config = small_config(
         tmp_path,

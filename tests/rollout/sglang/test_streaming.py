@@ -97,7 +97,7 @@ def counted(pool: SGLangPool) -> dict[str, float]:
 
 
 def seen(pool: SGLangPool, number: int) -> dict[str, Any]:
-    """What a server was asked: calls by path, lengths of what /generate was given."""
+    """The requests to a server: calls by path, lengths of the inputs of /generate."""
     found: dict[str, Any] = pool.run(pool.servers[number].client.call("GET", "/seen")).result()
     return found
 

@@ -101,7 +101,7 @@ def wait_for(
 
 
 def served(checkpoint: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Model:
-    """What a server of this checkpoint holds."""
+    """The weights of a server of this checkpoint."""
     tokenizer = tokenizer or byte_tokenizer()
     stops = stop_ids(str(checkpoint), tokenizer)
     return Model(str(checkpoint), "float32", tokenizer, stops, read_config(str(checkpoint)))

@@ -1,5 +1,5 @@
-"""What a model writes, and what an environment makes of it, ends no other episode:
-the model sees an error, or its rollout is masked and counted. A machine at fault ends the run.
+"""Text of a model and results of an environment end no other episode: the model sees an error, or
+its rollout is masked and counted. A machine at fault ends the run.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def test_a_template_that_takes_one_result_gets_all_in_one(tokenizer: PreTrainedT
     ids=range(9),
 )
 def test_reading_takes_time_in_proportion_to_the_text(form: str, text: str):
-    """Of the processor's time: a quadratic search would need hours of it."""
+    """The bound is on processor time: a quadratic search would need hours of it."""
     began = time.process_time()
     FORMATS[form].read(text, ())
     assert time.process_time() - began < 60

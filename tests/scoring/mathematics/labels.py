@@ -85,7 +85,7 @@ def _spaced(text: str) -> str:
 
 
 def _with_fraction(text: str, command: str) -> str:
-    """With \\dfrac or \\tfrac for \\frac; an integer as such a fraction over two."""
+    r"""The fraction with \dfrac or \tfrac for \frac; an integer as such a fraction over two."""
     if re.fullmatch(r"-?\d+", text):
         return f"{'-' if int(text) < 0 else ''}\\{command}{{{2 * abs(int(text))}}}{{2}}"
     return re.sub(r"\\[dt]?frac(?![a-zA-Z])", rf"\\{command}", text)

@@ -1,4 +1,4 @@
-"""What a test expects is computed where the program is not, in the real sandbox."""
+"""Expected values are computed outside of the program's process, in the real sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a program returns, or writes in place of a value, is a verdict and raises nothing."""
+"""Every value that a program returns or forges gives a verdict and raises nothing."""
 
 from __future__ import annotations
 

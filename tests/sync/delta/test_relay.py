@@ -69,7 +69,7 @@ def relay(tmp_path: Path) -> Iterator[WeightRelay]:
 
 @pytest.fixture
 def kept(relay: WeightRelay) -> KeptWeights:
-    """What the trainer keeps, once the relay has its first version."""
+    """The trainer's copy, once the relay has its first version."""
     found = KeptWeights()
     for content in messages(found, 0):
         assert not relay.path.exists()
@@ -192,7 +192,7 @@ def test_a_damaged_update_is_refused(base: str, relay: WeightRelay, kept: KeptWe
 
 @pytest.mark.parametrize("base", ["", "run-0"])
 def test_an_incomplete_update_is_refused(base: str, relay: WeightRelay, kept: KeptWeights) -> None:
-    """Of deltas the table names what stays too; what is sent whole is what there is."""
+    """The table of deltas also names unchanged tensors; that of a whole update names all."""
     first, _ = messages(kept, 1, base)
     table = replace(unpacked(first)[0], last=True)
     if base:

@@ -1,4 +1,4 @@
-"""What a batch costs the ranks that share it: metadata, exchange, pack; on worlds of gloo ranks."""
+"""The cost of a batch on its ranks: metadata, exchange, pack; on worlds of gloo ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """Of one rank. `beyond`: the peak above what it held before and what it has afterwards."""
+    """The measurements of one rank. `beyond`: the peak above its memory before and after."""
 
     seconds: dict[str, float]
     sent: dict[str, int]
@@ -69,7 +69,7 @@ class Rank:
 
 
 def lengths(rollouts: int, tokens: int) -> numpy.ndarray:
-    """Of every rollout's response, 1 to `tokens`."""
+    """The length of every rollout's response, 1 to `tokens`."""
     return numpy.random.default_rng(0).integers(1, tokens + 1, rollouts)
 
 
@@ -79,7 +79,7 @@ def world(size: int, rollouts: int, tokens: int) -> list[Rank]:
 
 
 def packed(rollouts: int, tokens: int, budget: int) -> tuple[float, int, int]:
-    """Of rollouts that the only rank has itself: processor seconds of `pack`, the tokens that are
+    """For the rollouts of a single rank: processor seconds of `pack`, the tokens that are
     trained, and the micro-batches.
     """
     groups = _own_groups(0, 1, lengths(rollouts, tokens))
@@ -185,7 +185,7 @@ def _traffic() -> Iterator[Counter[str]]:
 
 
 def _bytes_of(batch: TokenBatch) -> int:
-    """Of all its tensors."""
+    """The bytes of all its tensors."""
     holders: Sequence[Any] = (batch, *batch.microbatches)
     values = [getattr(one, each.name) for one in holders for each in dataclasses.fields(one)]
     return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

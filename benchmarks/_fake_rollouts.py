@@ -1,4 +1,4 @@
-"""What sampling costs the process that does it: a pool on servers that compute nothing."""
+"""The cost of sampling in its process: a pool on servers that compute nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: time, peak memory, and the machine they ran on."""
+"""Shared parts of the benchmarks: time, peak memory, and the machine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def timed(step: Callable[[], None], device: torch.device) -> tuple[float, float]
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What the figures depend on."""
+    """The machine and the versions that the figures depend on."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Where the seconds of a run's steps go, and two short runs of the quickstart to ask it of."""
+"""The seconds of a run's steps by phase, and two short runs of the quickstart to measure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step pays for policy/runtime.py: calls counted, cost per call measured."""
+"""The cost of policy/runtime.py in a step: calls counted, cost per call measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What unmodified agents of well-known libraries become: requests, sequences, tokens trained.
+"""Unmodified agents of well-known libraries: their requests, sequences and trained tokens.
 
     make agents
     python benchmarks/agent_frameworks.py

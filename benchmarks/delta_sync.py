@@ -184,7 +184,7 @@ def trained(config: Config, found: list[Way]) -> None:
 
 
 def measured(options: argparse.Namespace, directory: Path, rate: float) -> list[dict[str, float]]:
-    """What each way took at one learning rate."""
+    """The seconds and bytes of each way at one learning rate."""
     model = directory / "model"
     shape = {
         "vocab_size": 257,

@@ -1,4 +1,4 @@
-"""What a model call costs the trainer's process, with one host of many sessions at a time.
+"""The cost of a model call in the trainer's process, with one host of many sessions at a time.
 
     export OMP_NUM_THREADS=1
     python benchmarks/endpoint.py

@@ -1,4 +1,4 @@
-"""How well the predicted change of entropy matches what an update does, and what asking costs.
+"""The predicted change of entropy against that of an update, and the cost of the prediction.
 
     export OMP_NUM_THREADS=1
     python benchmarks/entropy_prediction.py                 two short runs of the quickstart

@@ -122,7 +122,7 @@ def ours(work: Work) -> list[Contender]:
 
 
 def bare_products(work: Work) -> list[Contender]:
-    """What no head can do without; and with one more, as recomputation needs."""
+    """The products that every head needs; and with one more, as recomputation needs."""
     logits_NV = torch.empty(work.target_N.numel(), work.weight_VH.shape[0]).to(work.hidden_NH)
     grad_NH, grad_VH = torch.empty_like(work.hidden_NH), torch.empty_like(work.weight_VH)
 

@@ -50,7 +50,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one thread: registers and spilled bytes; of one block: shared memory [bytes]."""
+    """Registers and spilled bytes of a thread; shared memory of a block [bytes]."""
 
     registers: int
     spilled: int
@@ -66,7 +66,7 @@ VARIANTS = [
 
 
 def usage(variant: Variant, architecture: int) -> Usage:
-    """What ptxas gives the variant on compute capability `architecture` / 10."""
+    """The resources that ptxas gives the variant on compute capability `architecture` / 10."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability

@@ -161,7 +161,7 @@ class Stream:
 
 
 def measured(plan: RunPlan, options: argparse.Namespace) -> tuple[float, float, float, float]:
-    """Of a step: mean and largest seconds; tokens sampled over tokens trained; the share of long
+    """Seconds of a step, mean and largest; tokens sampled over tokens trained; the share of long
     rounds.
     """
     config, rollout = plan.config, plan.config.rollout

@@ -114,7 +114,7 @@ def kept_bytes(parameters: Iterator[Tensor]) -> Iterator[list[int]]:
     peak = [0]
 
     class Kept:
-        """What autograd holds instead of the tensor."""
+        """The object that autograd holds instead of the tensor."""
 
         def __init__(self, value: Tensor) -> None:
             self.value = value

@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Of the command line."""
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

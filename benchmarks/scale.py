@@ -118,7 +118,7 @@ def sampling(folder: Path, sizes: list[int], options: argparse.Namespace) -> dic
 
 
 def _in_rounds[C, F](cases: Sequence[C], rounds: int, measure: Callable[[C], F]) -> list[list[F]]:
-    """Of each case what every round found. The machine drifts: each round goes the other way."""
+    """The results of every round, by case. The machine drifts: every second round is reversed."""
     found: list[list[F]] = [[] for _ in cases]
     for turn in range(rounds):
         for place in range(len(cases))[:: -1 if turn % 2 else 1]:
@@ -226,7 +226,7 @@ def _shared(
     timed: Sequence[Sequence[exchanging.Rank]],
     sized: Sequence[exchanging.Rank],
 ) -> dict[str, Any]:
-    """Of all ranks together: seconds summed, of these rounds; memory and bytes of the worst."""
+    """All ranks together: seconds summed over these rounds; memory and bytes of the worst rank."""
     row: dict[str, Any] = {"world": case[0], "rollouts": case[1]}
     row["tokens"] = sum(rank.held_tokens for rank in sized)
     row["seconds"] = statistics.median(
@@ -255,7 +255,7 @@ def _row(row: dict[str, Any]) -> list[str]:
 
 
 def _exponents(rows: Sequence[dict[str, Any]], over: str) -> dict[str, float]:
-    """Of every column that rises or falls with `over`; of seconds, those of one rank."""
+    """The exponent of every column that depends on `over`; seconds are those of one rank."""
     found = {}
     for name in rows[0].keys() - {"world", "rollouts", "tokens"}:
         per_rank = [row[name] / (row["world"] if "seconds" in name else 1) for row in rows]

@@ -123,7 +123,7 @@ def sequences(options: argparse.Namespace, model: Any) -> list[Group]:
 
 
 class Plain:
-    """What a short script without this project does with the same groups."""
+    """The update of a short script without this project on the same groups."""
 
     def __init__(self, checkpoint: Path, groups: list[Group], config: Config) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -160,7 +160,7 @@ class Plain:
         )
 
     def _log_probabilities_TV(self) -> tuple[Tensor, Tensor]:
-        """Of the response rows alone, and their targets: the frugal way to write it."""
+        """Logits of the response rows alone, and their targets: the frugal form."""
         kept_BS = self.response_BS[:, 1:]
         logits_BSV = self.model(self.token_BS[:, :-1], attention_mask=self.real_BS[:, :-1]).logits
         return logits_BSV[kept_BS].log_softmax(-1), self.token_BS[:, 1:][kept_BS]

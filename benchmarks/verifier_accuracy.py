@@ -1,4 +1,4 @@
-"""What the math verifier accepts: right answers in ten written forms, wrong answers, answers that
+"""Answers that the math verifier accepts: right ones in ten written forms, wrong ones, answers that
 have not been worked out, formulas copied from the problem, and expressions made to blow up.
 
     python benchmarks/verifier_accuracy.py [--tree PATH] [--labels 40] [--no-bombs] [--json PATH]

@@ -90,7 +90,7 @@ def measured(config: Config, topology: Topology) -> dict[str, float]:
 
 
 def processor_seconds(share: ProcessWorker) -> float:
-    """Of its process, all its threads: the kernel's name for another process's clock."""
+    """The clock of a process with all its threads, as the kernel names it for another process."""
     return time.clock_gettime((~share.process.pid << 3) | 2)
 
 

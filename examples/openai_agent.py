@@ -43,7 +43,7 @@ def evaluate(node):
 
 
 def calculator(arguments):
-    """What the model is shown; also for a call that is wrong."""
+    """The text for the model; also after a wrong call."""
     try:
         return str(evaluate(ast.parse(json.loads(arguments)["expression"], mode="eval")))
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as error:

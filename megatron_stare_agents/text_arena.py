@@ -69,7 +69,7 @@ def _raw(settings):
 
 
 def _shown(player, seen):
-    """What is new to a player: without its own moves, which its conversation has."""
+    """The new observations of a player: without its own moves, which its conversation has."""
     import textarena
 
     own = textarena.ObservationType.PLAYER_ACTION

@@ -1,4 +1,4 @@
-"""How large and how entangled the package is, in numbers that a review can compare.
+"""Size and entanglement of the package, in numbers that a review can compare.
 
     python -m tools.code_metrics                   this checkout
     python -m tools.code_metrics --root ../before  another one, measured by the same script
@@ -68,7 +68,7 @@ def modules_of(root: Path) -> dict[str, Module]:
 
 
 def kinds_of_lines(module: Module) -> Counter[str]:
-    """How many lines are code, docstring, comment and blank; a line counts once."""
+    """The numbers of lines that are code, docstring, comment and blank; a line counts once."""
     docstrings: set[int] = set()
     for node in ast.walk(module.tree):
         if isinstance(

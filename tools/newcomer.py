@@ -60,7 +60,7 @@ _MARK = "=== newcomer:"
 
 
 class Stuck(Exception):
-    """Where a reader could not continue, and why."""
+    """The place at which a reader could not continue, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _step(shell: Shell, page: str, command: str, more: list[str]) -> Step:
 
 
 def _compare(page: str, block: Block, printed: str) -> None:
-    """That what the page shows below a command is what the command printed."""
+    """Checks that the page shows below a command the output of the command."""
     for line in block.lines:
         if line not in printed:
             raise Stuck(f"{page}: {line!r} is shown, and not in\n{printed[-3000:]}")
@@ -232,7 +232,7 @@ def _opened(page: str, report: Path) -> Step:
 
 
 def _learnt(directory: Path) -> Step:
-    """How the rewards of every run went; those of a comparison lie deeper, one for each arm."""
+    """The rewards of every run; runs of a comparison lie deeper, one for each arm."""
     lines_found = []
     for file in sorted(directory.glob("*/runs/**/metrics.jsonl")):
         rewards = [json.loads(line)["reward"] for line in file.read_text().splitlines()]

@@ -72,7 +72,7 @@ def deepscaler(row: dict[str, Any]) -> Found:
 
 
 def skywork(row: dict[str, Any]) -> Found:
-    """Of ground_truth's list the only answer; the pass rates of 16 tries by model."""
+    """The only answer in ground_truth's list; the pass rates of 16 tries by model."""
     try:
         answers = json.loads(_truth(row))
     except ValueError:

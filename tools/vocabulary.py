@@ -98,7 +98,7 @@ def retired_words(text: str) -> list[RetiredWord]:
 
 
 def retired_words_of(file: Path) -> list[RetiredWord]:
-    """Those of a file of this checkout; tests may use the words of IN_TESTS."""
+    """The retired words of a file of this checkout; tests may use the words of IN_TESTS."""
     allowed = IN_TESTS if file.is_relative_to(ROOT / "tests") else set()
     found = retired_words(file.read_text(encoding="utf-8"))
     return [each for each in found if each.word.lower() not in allowed]

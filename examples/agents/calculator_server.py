@@ -13,7 +13,7 @@ from openenv.core.env_server import Action, Environment, Observation, State, cre
 
 
 def value(expression):
-    """What the model reads: a fault of its call is not a fault of the server."""
+    """The text that the model reads: a fault of its call is not a fault of the server."""
     if set(expression) - set("0123456789+-* ") or "**" in expression:
         return "Error: only integers and + - *"
     try:

@@ -118,7 +118,7 @@ class SGLangConfig:
 
 @section
 class SandboxConfig:
-    """Where Python code from the model runs (docs/tools.md)."""
+    """The sandbox in which Python code from the model runs (docs/tools.md)."""
 
     isolation: Literal["auto", "bubblewrap", "limits"] = "auto"
     """Protection around the code: `bubblewrap` (namespaces), `limits` (needs no program), or

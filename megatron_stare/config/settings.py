@@ -101,7 +101,7 @@ class Setting:
         return f"{text} is not of type {self.type_name}{self._form(value) or default}"
 
     def _form(self, value: Any) -> str:
-        """How to write a list or mapping, with this value where it fits."""
+        """The spelling of a list or mapping, with this value if it fits."""
         container = typing.get_origin(self.kind)
         if container not in (list, dict):
             return ""

@@ -59,7 +59,7 @@ class Mixture(PromptStream):
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """How many of BLOCK draws each source gets:
+    """The number of BLOCK draws that each source gets:
     in proportion, by largest remainders, none less than 1.
     """
     if len(weights) > BLOCK // 2:

@@ -147,7 +147,7 @@ class ServedEngine:
         self._announce()
 
     def release_memory(self) -> None:
-        """With sglang.colocated, have every server release its GPU memory until the next weights.
+        """Every server of a colocated run releases its GPU memory until the next weights.
         Collective.
         """
         if self.colocated:

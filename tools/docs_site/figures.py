@@ -178,7 +178,7 @@ def draw_controllers(runs: Sequence[Curves], path: Path) -> None:
 
 
 def describe_controllers(runs: Sequence[Curves]) -> str:
-    """Of every run: steps out of the band after step 30 and the first of them, mean W of the first
+    """For every run: steps out of the band after step 30 and the first of them, mean W of the first
     400 steps, and of the last half mean W and the median critical weight W*.
     """
     lines = [f"{'':24}  out  first  W to 400  W last half  W* last half"]

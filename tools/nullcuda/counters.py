@@ -1,4 +1,4 @@
-"""What the device counted: launches, waits of the host, copies, products, collectives, memory.
+"""Counters of the device: launches, waits of the host, copies, products, collectives, memory.
 
 with counting() as counts:
     ...
@@ -88,7 +88,7 @@ class _Counters(ctypes.Structure):
 
 
 def read() -> Counts:
-    """What was counted since the last `reset`, and the collectives since the last `read`."""
+    """The counts since the last `reset`, and the collectives since the last `read`."""
     raw = _Counters()
     library().nullcuda_read(ctypes.byref(raw))
     counts = Counts(**{name: getattr(raw, name) for name, _ in _Counters._fields_})

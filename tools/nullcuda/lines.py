@@ -19,7 +19,7 @@ _TOOL = 4  # of sys.monitoring; unused by debuggers, coverage and profilers
 
 
 def want(folder: Path, lines: dict[str, list[int]]) -> None:
-    """What processes started from here on look for; this one too."""
+    """Sets the lines that later processes look for; this one too."""
     (folder / "wanted.json").write_text(json.dumps(lines))
     os.environ[FOLDER] = str(folder)
     start()

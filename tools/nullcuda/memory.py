@@ -20,7 +20,7 @@ def on_device(value: Any) -> bool:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What an operator's arguments or results consist of. torch's own trees know more kinds, and
+    """The tensors in an operator's arguments or results. torch's own trees know more kinds, and
     cost more than the operators of a small run.
     """
     if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""What the CPU computes where it has no kernel of that name, or one with fewer options.
+"""Operators for which the CPU has no kernel of that name, or one with fewer options.
 
 A function takes the arguments of the operator, as CPU tensors, and returns its results in order;
 one whose shape differs from the operator's is left out (what a kernel keeps for its backward).

@@ -1,4 +1,4 @@
-"""What an SGLang server with weights in FP8 blocks takes, where there is no GPU.
+"""Weights in FP8 blocks on an SGLang server without a GPU.
 
 SGLang multiplies FP8 blocks by kernels of a GPU, or of AMX in a wheel that has no build for CPUs
 alone; without them a server ends while it starts. `install` keeps codes and scales as they were

@@ -1,4 +1,4 @@
-"""What SGLang's deterministic mode (--enable-deterministic-inference) takes, where there is no GPU.
+"""SGLang's deterministic mode (--enable-deterministic-inference) without a GPU.
 
 In that mode a token is drawn by a hash of its request's seed and its place. SGLang refuses the mode
 with the attention that a CPU has, finds no kernels for a CPU whose results do not depend on what

@@ -112,7 +112,7 @@ def sampled_rollouts(
 
 
 def _speaks(topology: Topology) -> bool:
-    """Of the ranks that train on the same tokens, one describes them."""
+    """One of the ranks that train on the same tokens describes them."""
     return topology.ranks_of_tokens(topology.data_rank, topology.context_rank)[0] == topology.rank
 
 

@@ -65,7 +65,7 @@ class Family:
     ignored: frozenset[str] = frozenset()
 
     def places(self) -> dict[str, str]:
-        """Where each field of config.json is in the table."""
+        """The place of each field of config.json in the table."""
         computed = " ".join([*self.computed, self.routed[0] if self.routed else ""]).split()
         return (
             dict.fromkeys(_IGNORED | self.ignored, "ignored")

@@ -255,7 +255,7 @@ def install(wanted: Rules) -> bool:
 
 
 def _argument(number: int) -> int:
-    """Where the lower half of an argument lies; both processors are little-endian."""
+    """The offset of an argument's lower half; both processors are little-endian."""
     return 16 + 8 * number
 
 

@@ -95,7 +95,7 @@ def _opened(answer: str) -> str:
 
 
 def closing_brace(text: str, opening: int) -> int | None:
-    """Where the brace that opens at `opening` is closed; None: nowhere."""
+    """The place that closes the brace at `opening`; None: no place does."""
     depth, at = 0, opening
     while at < len(text):
         character = text[at]

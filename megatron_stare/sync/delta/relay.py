@@ -59,7 +59,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor's bytes are."""
+    """The file and the range of a tensor's bytes."""
 
     file: Path
     offset: int

@@ -1,5 +1,5 @@
-"""What TransformerEngine's kernels for experts do to small tensors: whom the router chooses, and
-rows padded to what fp8 multiplies.
+"""TransformerEngine's kernels for experts on small tensors: the choice of the router, and rows
+padded for fp8.
 
 Shape legend: R rows (tokens), E experts.
 """

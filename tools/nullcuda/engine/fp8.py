@@ -1,4 +1,4 @@
-"""What TransformerEngine's fp8 tensors hold: numbers really rounded to E4M3 or E5M2, under the
+"""Values of TransformerEngine's fp8 tensors: numbers really rounded to E4M3 or E5M2, under the
 scales of their recipe.
 
     data = round(x s)    x ~ data / s    s = F / max|x|, F the largest number of the format

@@ -1,4 +1,4 @@
-"""What TransformerEngine's kernels compute, in torch: each takes the kernel's result and its
+"""TransformerEngine's kernels in torch: each takes the kernel's result and its
 arguments as CPU tensors, and writes.
 """
 

@@ -53,7 +53,7 @@ def _row_map(chosen_TE: Tensor, tokens: int, experts: int) -> Tensor:
 
 
 def _routes(row_map: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every row: its token, its place and its expert."""
+    """The token, the place and the expert of every row."""
     row_map = row_map.long()
     known = torch.arange(experts) < row_map[:, -1:]
     token = known.nonzero()[:, 0]
@@ -106,7 +106,7 @@ def _unpermuted(
 
 
 def _chunk_map(sizes: Tensor, order: Tensor, tokens: int, count: int) -> Tensor:
-    """Where each row goes when the chunks are put into that order."""
+    """The new place of each row when the chunks are put into that order."""
     chunks = torch.arange(tokens)[: int(sizes.sum())].split(sizes.tolist())
     place = torch.arange(tokens, dtype=torch.int32)
     source = torch.cat([chunks[number] for number in order.tolist()])

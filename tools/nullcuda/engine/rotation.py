@@ -1,4 +1,4 @@
-"""What TransformerEngine's fused rotation (RoPE) does to small tensors."""
+"""TransformerEngine's fused rotation (RoPE) on small tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def _positions(cumulative: Tensor, size: int, rank: int) -> Tensor:
-    """Of every packed token that this context rank holds, in its sequence: of 2 `size` chunks the
-    rank has one from the front and one from the back.
+    """The place in its sequence of every packed token that this context rank holds: of 2 `size`
+    chunks the rank has one from the front and one from the back.
     """
     parts = []
     for start, stop in itertools.pairwise(cumulative.tolist()):

@@ -1,4 +1,4 @@
-"""What every Python process on the null device does first: as soon as it imports torch (or
+"""The start of every Python process on the null device: as soon as it imports torch (or
 TransformerEngine), small tensors get true values.
 """
 

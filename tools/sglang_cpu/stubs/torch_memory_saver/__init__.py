@@ -16,7 +16,7 @@ def configure_subprocess() -> Iterator[None]:
 
 
 class NothingToSave:
-    """What the package offers as its one object."""
+    """The one object of the package."""
 
     enabled = True
 

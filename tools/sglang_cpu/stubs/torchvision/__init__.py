@@ -11,7 +11,7 @@ __version__ = "0.0.0"
 
 
 class InterpolationMode(Enum):
-    """How torchvision resizes an image: members are read at import."""
+    """torchvision's ways to resize an image: members are read at import."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"

@@ -18,7 +18,7 @@ PATIENCE_S = 60.0
 
 
 class Gate(threading.Event):
-    """Stands before every token of the engine's (its event of `pause` and `resume`).
+    """Stands before every token of the engine, as its event `_replacing`, which it asks for each.
 
     A token is decoded once the dispatcher has taken in all that was finished before it. From the
     moment a batch is full, TOKENS_BEYOND more are decoded, so that sequences stand in the middle;
@@ -28,21 +28,16 @@ class Gate(threading.Event):
     def __init__(self, engine: EmbeddedEngine, dispatcher: PromptDispatcher, wanted: int) -> None:
         super().__init__()
         self.engine, self.dispatcher, self.wanted = engine, dispatcher, wanted
-        self.full_at, self.beyond = -1, 0
-        self.opened = False
+        self.full_at, self.beyond, self.tokens = -1, 0, 0
 
-    def set(self) -> None:
-        """`resume`, which a run calls only at its end."""
-        self.opened = True
-        super().set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Until the next token may be decoded."""
+    def is_set(self) -> bool:
+        """Wait until the next token may be decoded; then whether the weights are being replaced."""
         deadline = time.monotonic() + PATIENCE_S
         while not self._may_go():
             assert time.monotonic() < deadline, "the dispatcher never caught up with the engine"
             time.sleep(1e-3)
-        return True
+        self.tokens += 1
+        return super().is_set()
 
     def _may_go(self) -> bool:
         (worker,) = self.dispatcher.workers
@@ -59,7 +54,7 @@ class Gate(threading.Event):
                 # as ready now, it could be missing from a batch that was called full
                 or self.dispatcher.step != self.engine.version
             )
-            if self.opened or self.dispatcher.limit == 0:
+            if self.dispatcher.limit == 0:
                 return True
             if pending:
                 return False
@@ -74,9 +69,16 @@ class Gate(threading.Event):
 
 
 def in_step(run: Trainer) -> Trainer:
-    """The run, its engine's tokens gated."""
+    """The run, its engine's tokens gated; the end of the run checks that they were."""
     collector, engine = run.collector, run.engine
     assert isinstance(collector, RolloutBuffer) and collector.dispatcher is not None
     assert isinstance(engine, EmbeddedEngine)
-    engine._going = Gate(engine, collector.dispatcher, run.config.rollout.rollout_batch_size)
+    gate = Gate(engine, collector.dispatcher, run.config.rollout.rollout_batch_size)
+    engine._replacing, close = gate, engine.close
+
+    def checked() -> None:
+        close()
+        assert gate.tokens, "no token passed the gate"
+
+    engine.close = checked  # type: ignore[method-assign]
     return run

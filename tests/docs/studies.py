@@ -20,19 +20,21 @@ STUDIES = {
     "train.num_rollout=200 run.keep_every=50": Elsewhere(
         "tests/recipes/test_smollm2.py::test_both_arms_train_from_one_cold_start"
     ),
-    f".venv/bin/{PYTHON} compare smollm2_135m_lcm --losses grpo_ds,stare --seeds 0 "
+    f".venv/bin/{PYTHON} compare smollm2_135m_lcm --losses grpo_ds,stare --seeds 0,1 "
     "train.num_rollout=200 run.keep_every=50": Elsewhere(
         "tests/recipes/test_smollm2.py::test_both_arms_train_from_one_cold_start"
     ),
-    f".venv/bin/{PYTHON} evaluate runs/smollm2_135m_lcm_losses/seed0/stare --load step_00000175 "
+    f".venv/bin/{PYTHON} evaluate runs/smollm2_135m_lcm_losses/seed1/stare --load step_00000200 "
     "evaluation.per_set.heldout.temperature=1 evaluation.per_set.heldout.n_samples=16": Elsewhere(
         "tests/loop/evaluation/test_evaluation.py"
     ),
     ".venv/bin/python benchmarks/paired.py "
     "--first runs/smollm2_135m_lcm_losses/seed0/grpo_ds/problems_1.jsonl "
-    "--second runs/smollm2_135m_lcm_losses/seed0/stare/problems_1.jsonl": Run(needs=(UNPACK,)),
-    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed0/grpo_ds "
-    "runs/smollm2_135m_lcm_losses/seed0/stare "
+    "runs/smollm2_135m_lcm_losses/seed1/grpo_ds/problems_1.jsonl "
+    "--second runs/smollm2_135m_lcm_losses/seed0/stare/problems_1.jsonl "
+    "runs/smollm2_135m_lcm_losses/seed1/stare/problems_1.jsonl": Run(needs=(UNPACK,)),
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed1/grpo_ds "
+    "runs/smollm2_135m_lcm_losses/seed1/stare "
     "--curve entropy,reward,response_length,generation_rounds,signal_fraction": Run(
         needs=(UNPACK,)
     ),
@@ -53,6 +55,7 @@ STUDIES = {
             "runs/smollm2_135m/seed2",
             "runs/smollm2_135m_lcm/seed0",
             "runs/smollm2_135m_lcm_losses/seed0",
+            "runs/smollm2_135m_lcm_losses/seed1",
             "runs/smollm2_135m_losses/seed0",
             "runs/smollm2_135m_losses/seed1",
             "runs/smollm2_135m_losses/seed2",

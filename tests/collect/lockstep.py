@@ -29,6 +29,7 @@ class Gate(threading.Event):
         super().__init__()
         self.engine, self.dispatcher, self.wanted = engine, dispatcher, wanted
         self.full_at, self.beyond, self.tokens = -1, 0, 0
+        self.opened = False  # True once the run has ended: no dispatcher answers the engine then
 
     def is_set(self) -> bool:
         """Wait until the next token may be decoded; then whether the weights are being replaced."""
@@ -54,7 +55,7 @@ class Gate(threading.Event):
                 # as ready now, it could be missing from a batch that was called full
                 or self.dispatcher.step != self.engine.version
             )
-            if self.dispatcher.limit == 0:
+            if self.opened or self.dispatcher.limit == 0:
                 return True
             if pending:
                 return False
@@ -77,6 +78,7 @@ def in_step(run: Trainer) -> Trainer:
     engine._replacing, close = gate, engine.close
 
     def checked() -> None:
+        gate.opened = True
         close()
         assert gate.tokens, "no token passed the gate"
 

@@ -38,6 +38,8 @@ STUDIES = {
     "--curve entropy,reward,response_length,generation_rounds,signal_fraction": Run(
         needs=(UNPACK,)
     ),
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed1/grpo_ds "
+    "--curve skipped": Run(needs=(UNPACK,)),
     f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_low,bonus --seeds 0 "
     "run.dir=runs/smollm2_135m_control": Elsewhere(
         "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"

@@ -36,7 +36,7 @@ _LOOK_SECONDS, _RESTART_SECONDS = 1.0, 5.0
 
 
 def advice(servers: Sequence[Server], keyed: bool) -> str:
-    """The command that trains on these servers, from any machine that reaches them. No key."""
+    """The message with the settings to train on these servers; it never holds the key."""
     urls = ",".join(server.process.public_url for server in servers if server.process)
     key = f", with their key in sglang.api_key or {KEY_VARIABLE}" if keyed else ""
     return f"serving; train with rollout.engine=sglang 'sglang.urls=[{urls}]'{key}"

@@ -33,8 +33,9 @@ STUDIES = {
     "runs/smollm2_135m_lcm_losses/seed1/grpo_ds/problems_1.jsonl "
     "--second runs/smollm2_135m_lcm_losses/seed0/stare/problems_1.jsonl "
     "runs/smollm2_135m_lcm_losses/seed1/stare/problems_1.jsonl": Run(needs=(UNPACK,)),
-    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed1/grpo_ds "
-    "runs/smollm2_135m_lcm_losses/seed1/stare "
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed0/grpo_ds "
+    "runs/smollm2_135m_lcm_losses/seed0/stare "
+    "runs/smollm2_135m_lcm_losses/seed1/grpo_ds runs/smollm2_135m_lcm_losses/seed1/stare "
     "--curve entropy,reward,response_length,generation_rounds,signal_fraction": Run(
         needs=(UNPACK,)
     ),

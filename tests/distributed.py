@@ -14,7 +14,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,36 @@ def run_distributed(
                     process.kill()
                 process.join()
         return [_result(Path(folder), rank, process.exitcode) for rank, process in enumerate(ranks)]
+
+
+class LayoutResults(dict[Any, list[Any]]):
+    """Layout, or a tuple that begins with it -> its results, one per rank. All quick layouts of a
+    world size run when the first of them is asked for, and so do the slow ones.
+
+    `train(rank, world_size, directory, names)` returns a rank's results of these layouts by key;
+    `layouts` has them by world size.
+    """
+
+    def __init__(
+        self,
+        train: Callable[..., dict[Any, Any]],
+        directory: Path | str,
+        layouts: dict[int, dict[str, Any]],
+        quick: Collection[str],
+        timeout_s: float = 240.0,
+    ) -> None:
+        super().__init__()
+        self.train, self.directory, self.timeout_s = train, str(directory), timeout_s
+        self.layouts, self.quick = layouts, quick
+
+    def __missing__(self, key: Any) -> list[Any]:
+        layout = key if isinstance(key, str) else key[0]
+        size = next(size for size, named in self.layouts.items() if layout in named)
+        names = [n for n in self.layouts[size] if (n in self.quick) == (layout in self.quick)]
+        arguments = (size, self.directory, names)
+        ranks = run_distributed(self.train, *arguments, timeout_s=self.timeout_s)
+        self.update({each: [rank[each] for rank in ranks] for each in ranks[0]})
+        return self[key]
 
 
 def start_ranks(

@@ -18,7 +18,7 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.records import Signals, TokenBatch
 from megatron_stare.reporting import diagnostics
 from tests.collect.test_rollout_buffer_replay import UEC
-from tests.distributed import run_distributed
+from tests.distributed import LayoutResults
 from tests.small_run import small_config
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
@@ -300,27 +300,9 @@ def train_three_steps(directory: str, name: str, world_size: int, *further: str)
 
 
 def train_under_each_layout(
-    rank: int, world_size: int, directory: str, names: tuple[str, ...]
+    rank: int, world_size: int, directory: str, names: list[str]
 ) -> dict[str, dict[str, Any]]:
     return {name: train_three_steps(directory, name, world_size) for name in names}
-
-
-class Runs(dict[str, list[dict[str, Any]]]):
-    """Every layout's results, one dict per rank; the quick layouts of a size are run together when
-    the first of them is asked for, and so are the slow ones.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self.directory = directory
-
-    def __missing__(self, name: str) -> list[dict[str, Any]]:
-        size = next(size for size, layouts in LAYOUTS.items() if name in layouts)
-        names = tuple(other for other in LAYOUTS[size] if (other in QUICK) == (name in QUICK))
-        arguments = (str(self.directory), names)
-        ranks = run_distributed(train_under_each_layout, size, *arguments, timeout_s=400)
-        self.update({layout: [rank[layout] for rank in ranks] for layout in names})
-        return self[name]
 
 
 def write_models(directory: Path) -> Path:
@@ -344,16 +326,22 @@ def write_models(directory: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(write_models(tmp_path_factory.mktemp("parallel")))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> LayoutResults:
+    return LayoutResults(
+        train_under_each_layout,
+        write_models(tmp_path_factory.mktemp("parallel")),
+        LAYOUTS,
+        QUICK,
+        timeout_s=400,
+    )
 
 
-def reference(runs: Runs, layout: str) -> dict[str, Any]:
+def reference(runs: LayoutResults, layout: str) -> dict[str, Any]:
     return runs[next((variant for variant in VARIANTS if layout.endswith(variant)), "padded")][0]
 
 
 @pytest.mark.parametrize("layout", ALL)
-def test_metrics_equal_those_of_one_rank(runs: Runs, layout: str) -> None:
+def test_metrics_equal_those_of_one_rank(runs: LayoutResults, layout: str) -> None:
     for result in runs[layout]:
         for ours, theirs in zip(result["metrics"], reference(runs, layout)["metrics"], strict=True):
             further = next((OWN[each] for each in OWN if layout.endswith(each)), OF_STARE)
@@ -383,14 +371,14 @@ def test_metrics_equal_those_of_one_rank(runs: Runs, layout: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_variants_have_their_effects(runs: Runs) -> None:
+def test_the_variants_have_their_effects(runs: LayoutResults) -> None:
     rows = reference(runs, QUEUED)["metrics"]
     assert ["replayed_rollouts" in row for row in rows] == [False, True, False]
     assert all(row["outside_fraction"] > 0 for row in reference(runs, EPO)["metrics"])
 
 
 @pytest.mark.parametrize("layout", CHOOSING)
-def test_the_same_tokens_are_chosen(runs: Runs, layout: str) -> None:
+def test_the_same_tokens_are_chosen(runs: LayoutResults, layout: str) -> None:
     for step, (up, down) in enumerate(reference(runs, layout)["chosen"]):
         # All buffered rollouts may be wrong.
         assert (up and down) or "replayed_rollouts" in reference(runs, layout)["metrics"][step]
@@ -399,7 +387,7 @@ def test_the_same_tokens_are_chosen(runs: Runs, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ALL)
-def test_the_same_diagnostics_are_written(runs: Runs, layout: str) -> None:
+def test_the_same_diagnostics_are_written(runs: LayoutResults, layout: str) -> None:
     """Tables of all tokens, and whole rollouts with every token's statistics in its place."""
     ours, theirs = runs[layout][0]["seen"], reference(runs, layout)["seen"]
     assert ours.rollouts and ours.loss_tokens == theirs.loss_tokens > 0
@@ -419,7 +407,7 @@ def test_the_same_diagnostics_are_written(runs: Runs, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ALL)
-def test_every_rank_has_the_same_weights(runs: Runs, layout: str) -> None:
+def test_every_rank_has_the_same_weights(runs: LayoutResults, layout: str) -> None:
     expected = reference(runs, layout)["weights"]
     for result in runs[layout]:
         assert set(result["weights"]) == set(expected)
@@ -434,12 +422,12 @@ def test_every_rank_has_the_same_weights(runs: Runs, layout: str) -> None:
         for name in ("padded", *VARIANTS)
     ],
 )
-def test_the_reference_really_trained(runs: Runs, name: str) -> None:
+def test_the_reference_really_trained(runs: LayoutResults, name: str) -> None:
     metrics = runs[name][0]["metrics"]
     assert all(row["grad_norm"] > 0 and row["skipped"] == 0 for row in metrics)
 
 
-def test_the_stale_reference_corrects_for_it(runs: Runs) -> None:
+def test_the_stale_reference_corrects_for_it(runs: LayoutResults) -> None:
     stale = runs[STALE][0]["metrics"]
     assert [row["stale_token_fraction"] for row in stale] == [0, 1, 1]
     assert stale[0]["correction_effective_fraction"] > stale[2]["correction_effective_fraction"]

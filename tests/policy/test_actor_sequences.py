@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ from megatron_stare.records import (
     Signals,
     TokenBatch,
 )
-from tests.distributed import run_distributed
+from tests.distributed import LayoutResults
 from tests.losses import reference_losses
 from tests.tiny_models import tiny_config, write_checkpoint
 
@@ -233,28 +232,12 @@ def under_each_layout(
     }
 
 
-class Runs(dict[tuple[str, str], list[dict[str, Any]]]):
-    """Each layout's and loss's results, one per rank; all layouts of a size, quick or slow, are run
-    when the first of them is asked for.
-    """
-
-    def __init__(self, checkpoint: Path) -> None:
-        super().__init__()
-        self.checkpoint = str(checkpoint)
-
-    def __missing__(self, key: tuple[str, str]) -> list[dict[str, Any]]:
-        size = next(size for size, layouts in LAYOUTS.items() if key[0] in layouts)
-        names = [name for name in LAYOUTS[size] if (name in QUICK) == (key[0] in QUICK)]
-        ranks = run_distributed(under_each_layout, size, self.checkpoint, names)
-        self.update({each: [rank[each] for rank in ranks] for each in ranks[0]})
-        return self[key]
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> LayoutResults:
     shape = {"num_hidden_layers": 4}
     directory = tmp_path_factory.mktemp("model")
-    return Runs(write_checkpoint(directory, tiny_config("qwen2", **shape), seed=5))
+    checkpoint = write_checkpoint(directory, tiny_config("qwen2", **shape), seed=5)
+    return LayoutResults(under_each_layout, checkpoint, LAYOUTS, QUICK)
 
 
 def parameter(layout: str, *rest: str) -> Any:
@@ -270,7 +253,7 @@ OTHERS = [layout for layout in EVERY if layout != "one"]
     [parameter(layout, name) for layout in OTHERS for name in losses_under(layout)],
 )
 def test_loss_gradient_norm_and_weights_equal_those_of_one_rank(
-    runs: Runs, layout: str, name: str
+    runs: LayoutResults, layout: str, name: str
 ) -> None:
     (expected,) = runs["one", name]
     assert expected["grad_norm"] > 1e-3
@@ -285,7 +268,9 @@ def test_loss_gradient_norm_and_weights_equal_those_of_one_rank(
 
 
 @pytest.mark.parametrize("layout", list(map(parameter, EVERY)))
-def test_the_first_rollout_without_a_finite_gradient_is_found(runs: Runs, layout: str) -> None:
+def test_the_first_rollout_without_a_finite_gradient_is_found(
+    runs: LayoutResults, layout: str
+) -> None:
     """Every rank finds it; and the search does not affect the next update, compared above."""
     expected = [those[0] for those in BROKEN[: 3 if layout in ENDS else 1]]
     for rank in runs[layout, "gspo"]:
@@ -293,7 +278,7 @@ def test_the_first_rollout_without_a_finite_gradient_is_found(runs: Runs, layout
 
 
 @pytest.mark.parametrize("layout", list(map(parameter, OTHERS)))
-def test_the_further_scores_are_those_of_one_rank(runs: Runs, layout: str) -> None:
+def test_the_further_scores_are_those_of_one_rank(runs: LayoutResults, layout: str) -> None:
     """The log of the mass of tokens with p >= 0.3 max p, of every token somewhere, the entropy of
     its nucleus, and what another temperature makes of its log-prob.
     """
@@ -306,7 +291,7 @@ def test_the_further_scores_are_those_of_one_rank(runs: Runs, layout: str) -> No
         assert found[key] == pytest.approx(values, rel=1e-4, abs=1e-6)
 
 
-def test_the_loss_equals_the_twins(runs: Runs) -> None:
+def test_the_loss_equals_the_twins(runs: LayoutResults) -> None:
     """Loss of the published sequence form in float64, from the surprisals that one rank scored."""
     (one,) = runs["one", "gspo"]
     loss, gradients = reference_losses.gspo_of_sequences(*one["tokens"], CLIPS)
@@ -322,7 +307,7 @@ def test_the_loss_equals_the_twins(runs: Runs) -> None:
     "layout",
     [parameter(layout) for layout in EVERY if "sequence form" in losses_under(layout)],
 )
-def test_token_form_and_sequence_form_make_one_step(runs: Runs, layout: str) -> None:
+def test_token_form_and_sequence_form_make_one_step(runs: LayoutResults, layout: str) -> None:
     for ours, theirs in zip(runs[layout, "gspo"], runs[layout, "sequence form"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
@@ -330,7 +315,7 @@ def test_token_form_and_sequence_form_make_one_step(runs: Runs, layout: str) -> 
 
 
 def test_some_context_rank_had_no_loss_token(
-    runs: Runs,
+    runs: LayoutResults,
 ) -> None:
     empty = [rank["empty"] for rank in runs["CP2 each", "crossed"]]
     assert empty[0] != empty[1] and max(empty) >= 2

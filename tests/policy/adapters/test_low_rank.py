@@ -20,7 +20,7 @@ from megatron_stare.policy.adapters.attach import adapters_of, attach, merge_met
 from megatron_stare.policy.adapters.peft_files import projections
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
-from tests.distributed import run_distributed
+from tests.distributed import LayoutResults
 from tests.policy.huggingface.test_families_float64 import (
     Float64,
     exact_angles,
@@ -147,17 +147,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
 }
 # Ranks share two cores: all but these are run with the slow tests.
 QUICK = (
-    *(
-        "one",
-        "padded",
-        "recompute",
-        "gate",
-        "gate selective",
-        "bf16",
-        "latent",
-        "experts",
-        "shared",
-    ),
+    *("one", "padded", "recompute", "gate", "gate selective"),
+    *("bf16", "latent", "experts", "shared"),
     *("TP2 SP recompute", "PP2 VPP2 recompute", "CP2", "DP2 distributed optimizer"),
     *("latent TP2 SP", "experts TP2 EP2", "shared EP2"),
 )
@@ -232,29 +223,14 @@ def compared_with(name: str) -> str:
     return name.split()[0] if name.startswith(("gate", "latent", "experts", "shared")) else "one"
 
 
-class Runs(dict[str, list[dict[str, Any]]]):
-    """Layout -> the ranks' results, trained with all layouts of its size that are as quick."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self.directory = directory
-
-    def __missing__(self, layout: str) -> list[dict[str, Any]]:
-        size = next(size for size, layouts in LAYOUTS.items() if layout in layouts)
-        names = [name for name in LAYOUTS[size] if (name in QUICK) == (layout in QUICK)]
-        ranks = run_distributed(under_each_layout, size, str(self.directory), names)
-        self.update({name: [rank[name] for rank in ranks] for name in names})
-        return self[layout]
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> LayoutResults:
     directory = tmp_path_factory.mktemp("adapters")
     config = tiny_config("qwen3", num_hidden_layers=4, tie_word_embeddings=True)
     write_checkpoint(directory / "grouped", config)
     write_checkpoint(directory / "latent", tiny_config("deepseek_v3"))
     write_checkpoint(directory / "experts", tiny_config("glm4_moe"))
-    return Runs(directory)
+    return LayoutResults(under_each_layout, directory, LAYOUTS, QUICK)
 
 
 def parameter(layout: str) -> Any:
@@ -265,7 +241,7 @@ ALL = [parameter(name) for layouts in LAYOUTS.values() for name in layouts]
 
 
 @pytest.mark.parametrize("name", [each for each in ALL if each.values != ("bf16",)])
-def test_every_layout_trains_as_one_rank_does(name: str, runs: Runs) -> None:
+def test_every_layout_trains_as_one_rank_does(name: str, runs: LayoutResults) -> None:
     one = runs[compared_with(name)][0]
     for rank in runs[name]:
         for own, expected in zip(rank["metrics"], one["metrics"], strict=True):
@@ -278,7 +254,9 @@ def test_every_layout_trains_as_one_rank_does(name: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_frozen_weights_stay_and_are_the_start_and_the_reference(name: str, runs: Runs) -> None:
+def test_the_frozen_weights_stay_and_are_the_start_and_the_reference(
+    name: str, runs: LayoutResults
+) -> None:
     """The fingerprint of the frozen weights is the same under every layout."""
     for rank in runs[name]:
         assert len(set(rank["prints"])) == 1 and len(rank["prints"][0]) == 16
@@ -289,13 +267,13 @@ def test_the_frozen_weights_stay_and_are_the_start_and_the_reference(name: str, 
         assert not moved.numel() or not torch.equal(start, moved)
 
 
-def test_only_adapters_have_gradients(runs: Runs) -> None:
+def test_only_adapters_have_gradients(runs: LayoutResults) -> None:
     """3 (in + out) numbers per projection of H=32, Q=48, K=24, F=44, in four layers."""
     sides = ((32, 48), (32, 24), (32, 24), (48, 32), (32, 44), (32, 44), (44, 32))
     assert runs["one"][0]["trainable"] == 4 * 3 * sum(a + b for a, b in sides)
 
 
-def test_merging_into_bf16_reports_what_rounding_loses(runs: Runs) -> None:
+def test_merging_into_bf16_reports_what_rounding_loses(runs: LayoutResults) -> None:
     exact, rounded = runs["one"][0]["merge"], runs["bf16"][0]["merge"]
     assert 0.9 < exact["adapters/moved_entries"] <= 1 and exact["adapters/merge_error"] < 1e-5
     assert 0 < rounded["adapters/moved_entries"] < 1

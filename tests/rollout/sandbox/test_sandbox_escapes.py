@@ -314,7 +314,7 @@ def test_pairs_of_sockets_are_streams(sandbox):
         assert "PermissionError" in result.stderr
 
 
-def test_a_full_disk_of_a_call_harms_no_other(sandbox):
+def test_a_call_that_fills_the_disk_is_ended(sandbox):
     one = sandbox.run("f = open('one', 'wb')\nwhile True: f.write(b'x' * 65536)", wall_seconds=5)
     assert one.reason in ("error", "killed")
     many = "n = 0\nwhile True:\n  n += 1\n  open(str(n), 'wb').write(b'x' * 1000000)"

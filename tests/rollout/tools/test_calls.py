@@ -208,7 +208,7 @@ def test_an_earlier_error_is_kept():
     assert check_call(ToolCall("", error="Error: x"), TOOLS).error == "Error: x"
 
 
-def test_every_format_has_its_stop_ids():
+def test_hermes_stops_at_the_end_of_a_call():
     tokenizer = byte_tokenizer()
     hermes = FORMATS["hermes"]
     assert hermes.stop_ids(tokenizer) == frozenset()

@@ -65,6 +65,7 @@ from megatron_stare.collect.rollout_worker import (
     SamplingRound,
     decoded_together,
     is_streamed,
+    split_by_settings,
     start_round,
 )
 from megatron_stare.config import Config, NoSignalError
@@ -124,6 +125,7 @@ class RolloutBuffer:
         self._failure: NoSignalError | None = None
         self._step, self._warned, self._saved_version = 0, False, 0
         self._surprisal = 0.0  # mean, of the last step that was measured
+        self._changed = 0  # rollouts of the checkpoint that other settings sampled
 
     def collect(self, step: int) -> Collected:
         """The batch of step `step`, to be trained by the weights of that version: the oldest ready
@@ -221,30 +223,34 @@ class RolloutBuffer:
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from a state, also of a run with another number of ranks or another way of
-        sampling.
+        """Continue from a state, also of a run with another number of ranks, another way of
+        sampling or other settings. Prompts whose groups this run would not sample in the same way
+        are sampled again.
         """
-        open_, groups, ahead = open_of(state), groups_in(state["ready"]), state["ahead"]
-        # Groups and single rollouts do not mix: their prompts are sampled again.
-        if state["by_rollout"] != self.by_rollout:
-            again = dict.fromkeys(group.prompt.index for group in groups)
-            open_, groups = dict(sorted((again | open_).items())), []
+        ahead = groups_in(state["ahead"]["groups"]) if state["ahead"] else []
+        groups, replay = [*ahead, *groups_in(state["ready"])], state.get("replay")
+        fits = state["by_rollout"] == self.by_rollout  # groups and single rollouts do not mix
+        whole = not self.by_rollout
+        usable, other = split_by_settings(groups, self.config, whole) if fits else ([], groups)
+        open_ = dict.fromkeys(group.prompt.index for group in other) | open_of(state)
+        open_ = dict(sorted(open_.items()))
         self.stream.position, self._surprisal = state["position"], state["surprisal"]
         self.history = PromptHistory(state["history"])
-        if self.streamed and ahead:
-            groups, ahead = [*groups_in(ahead["groups"]), *groups], None
-        self.ready = scatter_groups(groups, self.topology, [0] if self.streamed else ())
+        size = 0 if self.streamed or other else len(ahead)
+        self.ready = scatter_groups(usable[size:], self.topology, [0] if self.streamed else ())
         if not self.streamed:
             self.waiting = list(open_)
         elif self.dispatcher is not None:
             partial = {index: known for index, known in open_.items() if known is not None}
             self.dispatcher.load_state(state["position"], list(open_), partial)
-        if ahead:
-            groups = scatter_groups(groups_in(ahead["groups"]), self.topology)
-            self.ahead = Collected(**(ahead | {"groups": tuple(groups)}))
-        if self.replay is not None and "replay" in state:
-            replay = groups_in(state["replay"]["groups"])
-            self.replay.load_state(scatter_groups(replay, self.topology), state["replay"])
+        if size:
+            batch = tuple(scatter_groups(usable[:size], self.topology))
+            self.ahead = Collected(**(state["ahead"] | {"groups": batch}))
+        if self.replay is not None and replay is not None:
+            usable, old = split_by_settings(groups_in(replay["groups"]), self.config, whole)
+            self.replay.load_state(scatter_groups(usable, self.topology), replay)
+            other = [*other, *old]
+        self._changed = count_rollouts(other)
 
     def _position(self) -> _Position:
         position, waiting = self._start if self._round else self._place()
@@ -431,6 +437,8 @@ class RolloutBuffer:
         if self.streamed or len(self.workers.ranks) > 1:
             found = added(self.topology.gather(found))
         found["surplus_groups"] = len(self.ready)
+        if self._changed:
+            found["changed_rollouts_dropped"] += self._changed
         return found
 
     @property

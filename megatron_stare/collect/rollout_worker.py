@@ -26,6 +26,7 @@ from megatron_stare.policy.experts import routing_shape
 from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import Group, Prompt
 from megatron_stare.rollout.engine import Engine, SamplingParams
+from megatron_stare.scoring.advantages import checked_estimator
 from megatron_stare.system import digest
 
 log = logging.getLogger(__name__)
@@ -262,27 +263,26 @@ def as_engine_error(what: str, error: BaseException) -> Exception:
 
 def sampling_digest(config: Config) -> str:
     """Names the settings that decide what a rollout of a prompt may look like. A rollout of other
-    settings has log-probs, a length limit or tools that this run does not have.
+    settings has log-probs, a length limit, tools or a greedy baseline that this run does not have.
     """
     tools = config.tools if config.tools.environment else None
-    return digest(repr((training_params(config), tools)), 8)
+    greedy = checked_estimator(config.scoring).greedy
+    return digest(repr((training_params(config), tools, greedy)), 8)
 
 
-def current_groups(
-    groups: Sequence[Group], config: Config, whole: bool = True
-) -> tuple[list[Group], list[int]]:
-    """The groups of a checkpoint that were sampled under this run's settings and, where `whole`,
-    have as many rollouts as this run samples; the other groups' prompts.
+def split_by_settings(
+    groups: Sequence[Group], config: Config, whole: bool
+) -> tuple[list[Group], list[Group]]:
+    """The groups of a checkpoint that were sampled under this run's settings, and the other ones.
+    With `whole`, a group has as many rollouts as this run samples of a prompt.
     """
     now, samples = sampling_digest(config), config.rollout.n_samples_per_prompt
-    fit = [
-        all(rollout.sampling == now for rollout in group.rollouts)
-        and (not whole or len(group.rollouts) == samples)
-        for group in groups
-    ]
-    current = [group for group, fits in zip(groups, fit, strict=True) if fits]
-    other = [group.prompt.index for group, fits in zip(groups, fit, strict=True) if not fits]
-    return current, other
+    fitting, other = list[Group](), list[Group]()
+    for group in groups:
+        fits = all(rollout.sampling == now for rollout in group.rollouts)
+        fits = fits and (not whole or len(group.rollouts) == samples)
+        (fitting if fits else other).append(group)
+    return fitting, other
 
 
 def training_params(config: Config) -> SamplingParams:

@@ -90,6 +90,7 @@ ALIASES = {
     "num_epochs": "train.num_rollout",
     "num_generations": "rollout.n_samples_per_prompt",
     "num_iterations": "train.epochs",
+    "num_mini_batches": "train.num_steps_per_rollout",
     "num_ppo_epochs": "train.epochs",
     "num_steps": "train.num_rollout",
     "num_train_epochs": "train.num_rollout",

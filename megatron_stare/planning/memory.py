@@ -131,7 +131,7 @@ def rank_memory(
     residue = weights + communication
     if not policy.offload_while_generating:
         residue += scoring + optimizer + (0 if with_server else gradients)
-    engine, server, cache = _sampling_bytes(shape, config, machine)
+    engine, server, cache = _sampling_bytes(shape, config)
     return RankMemory(
         counts=counts,
         parameters=weights + scoring,
@@ -148,7 +148,7 @@ def rank_memory(
     )
 
 
-def _sampling_bytes(shape: Shape, config: Config, machine: Machine) -> tuple[float, float, float]:
+def _sampling_bytes(shape: Shape, config: Config) -> tuple[float, float, float]:
     """Bytes for sampling on a trainer's GPU: weights of the embedded engine or of a colocated
     server, and its cache; a server's cache holds at least eight of the longest sequences.
     """

@@ -74,7 +74,6 @@ class ServerInfo:
 
     version: str
     model_path: str
-    tokenizer_path: str
     model_type: str
     device: str
     dtype: str
@@ -139,7 +138,6 @@ class SGLangClient:
                 version=str(server["version"]),
                 # The path at its start: an update from disk changes /model_info's.
                 model_path=str(server.get("model_path") or model["model_path"]),
-                tokenizer_path=str(model.get("tokenizer_path") or model["model_path"]),
                 model_type=str(model.get("model_type") or ""),
                 device=str(server.get("device") or ""),
                 dtype=str(server.get("dtype") or "auto"),

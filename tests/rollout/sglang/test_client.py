@@ -205,7 +205,6 @@ def info_of(directory: str, **changes: Any) -> ServerInfo:
     about: dict[str, Any] = {
         "version": "0.5.23",
         "model_path": directory,
-        "tokenizer_path": directory,
         "model_type": "qwen2",
         "device": "cpu",
         "dtype": "float32",

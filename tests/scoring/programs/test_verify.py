@@ -27,7 +27,7 @@ ASSERTS = (
 
 @pytest.fixture(scope="module")
 def run():
-    with open_kind("limits", wall_seconds=2.0) as sandbox:
+    with open_kind("limits", wall_seconds=8.0) as sandbox:
         yield sandbox.run
 
 

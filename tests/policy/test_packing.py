@@ -433,6 +433,24 @@ def test_packing_wastes_nothing_where_padding_does() -> None:
     assert positions(False) == 7 * 30
 
 
+def micro_batch_sizes(lengths: list[int], policy: PolicyConfig) -> list[int]:
+    (batch,) = everywhere(groups_of([(1, [1] * length) for length in lengths]), policy)
+    return sorted(micro.token_BS.numel() for micro in batch.microbatches)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_sequences_that_fill_the_budget_exactly_share_a_micro_batch(packed: bool) -> None:
+    policy = PolicyConfig(max_tokens_per_gpu=20, packed_sequences=packed)
+    assert micro_batch_sizes([10] * 4, policy) == [20, 20]
+
+
+def test_micro_batches_of_a_rank_have_even_cost() -> None:
+    """First-fit alone would make [16, 32] and [8, 32, 32]."""
+    policy = PolicyConfig(max_tokens_per_gpu=32)
+    assert micro_batch_sizes([16, 8, 8, 8, 8], policy) == [24, 24]
+    assert micro_batch_sizes([32, 16, 8, 8, 8], policy) == [16, 24, 32]
+
+
 def test_a_sequence_over_the_budget_is_refused_and_never_cut() -> None:
     with pytest.raises(
         UserError, match=r"a sequence has 41 tokens .*policy\.max_tokens_per_gpu=40"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -169,7 +170,11 @@ def test_the_critical_controllers_integral_does_not_wind_up():
         assert signals.metrics["weight_w"] == 2.0
     assert state["integral"] == 0.0
     high = with_sensitivity([1.0, 1.0, 1.0], [-0.5, 0.1, 0.2], 0.9)
-    assert plan_stare(high, config, ALONE, state).metrics["weight_w"] == 1.0
+    for _ in range(20):
+        signals = plan_stare(high, config, ALONE, state)
+        state = signals.state
+        assert signals.metrics["weight_w"] == 1.0
+    assert state["integral"] == 0.0
     falling = with_sensitivity([1.0, 1.0, -1.0], [-0.5, -0.1, -0.2], 0.26)
     # Gamma is not positive: the smoothed excess and the integral stay
     assert plan_stare(falling, config, ALONE, state).state["excess"] == state["excess"]
@@ -183,3 +188,66 @@ def test_the_critical_controller_does_not_raise_w_where_that_lowers_entropy():
     assert found.state["reweight_w"] == 1.3 and found.state["integral"] == 0.5
     high = with_sensitivity([1.0, 1.0, -1.0], [-0.5, -0.1, -0.2], 0.9)
     assert plan_stare(high, CRITICAL, ALONE, state).state["reweight_w"] == 1.0
+    for g in (-0.1, 0.0):  # Gamma 0: L+ moves nothing
+        flat = with_sensitivity([1.0, 1.0, -1.0], [-0.5, g, -0.2], 0.1)
+        found = plan_stare(flat, CRITICAL, ALONE, state)
+        assert found.state == state | {"reweight_m": 0.5} and found.metrics["weight_w"] == 1.3
+
+
+@pytest.mark.parametrize("entropy", [math.nan, math.inf])
+@pytest.mark.parametrize("gate", [True, False])
+def test_the_critical_controller_keeps_w_where_entropy_is_not_finite(gate, entropy):
+    advantage_T, sensitivity_T = torch.ones(3), torch.tensor([-0.5, 0.1, 0.2])
+    up_T = torch.tensor([False, False, True])
+    band = stare_gate.Band(0.3, 1.1, 0.9, 3.0, 0.5)
+    for state in ({"reweight_w": 1.3, "integral": 0.5, "excess": 0.8}, {"integral": 0.5}, {}):
+        step = SimpleNamespace(
+            advantage_T=advantage_T,
+            sensitivity_T=sensitivity_T,
+            across=ALONE,
+            entropy=entropy,
+            state=state,
+        )
+        found = stare_gate.critical(step, up_T, band, gate)
+        assert found.on == (not gate) and found.reweight_m == 0.5
+        assert found.reweight_w == state.get("reweight_w", 1.1)
+        excess = 0.8 + 0.1 * (1.0 - 0.8) if "excess" in state else 1.0
+        assert found.memory == pytest.approx(
+            {"integral": state.get("integral", 0.0), "excess": excess}
+        )
+    nothing = stare_gate.critical(step, torch.zeros(3, dtype=torch.bool), band, gate)
+    assert nothing.memory == {"integral": 0.0}, "without L+ there is no excess to smooth"
+
+
+@pytest.mark.parametrize(
+    ("advantage", "g"),
+    [
+        ([1.0, 2.0, -1.0, -1.0, 0.0, 0.5], [0.1, -0.3, 0.2, -0.8, 0.4, 0.9]),
+        ([1.0, 2.0, -1.0], [-0.1, -0.3, 0.0]),  # Gamma is negative
+        ([0.0, -1.0], [0.3, 0.2]),  # no L+
+    ],
+)
+def test_the_metrics_of_sensitivity_are_what_their_docstring_says(advantage, g):
+    up = [a > 0 and n % 2 == 1 for n, a in enumerate(advantage)]
+    down = [a < 0 for a in advantage]
+    tensors = [torch.tensor(values) for values in (g, advantage, up, down)]
+    found = stare_gate.sensitivity_metrics(*tensors, ALONE)
+    pairs, count = list(zip(advantage, g, strict=True)), len(g)
+    gamma = sum(a * s for (a, s), chosen in zip(pairs, up, strict=True) if chosen)
+    drift = sum(a * s for a, s in pairs)
+    expected = {
+        "quadrant/positive_rising": sum(a > 0 and s > 0 for a, s in pairs) / count,
+        "quadrant/positive_falling": sum(a > 0 and s <= 0 for a, s in pairs) / count,
+        "quadrant/negative_rising": sum(a < 0 and s > 0 for a, s in pairs) / count,
+        "quadrant/negative_falling": sum(a < 0 and s <= 0 for a, s in pairs) / count,
+        "entropy_drift": drift / count,
+        "gamma": gamma / count,
+    }
+    for side, chosen in (("positive", up), ("negative", down)):
+        own = [s for s, chosen_too in zip(g, chosen, strict=True) if chosen_too]
+        if own:
+            expected[f"sensitivity_{side}"] = sum(own) / len(own)
+            expected[f"rising_share_{side}"] = sum(s > 0 for s in own) / len(own)
+    if gamma > 0:
+        expected["critical_weight_excess"] = -drift / gamma
+    assert found == pytest.approx(expected, rel=1e-6)

@@ -111,9 +111,11 @@ def test_the_largest_effect_is_chosen_instead_of_the_largest_surprisal():
     assert found.weight_T.tolist() == pytest.approx([1, 1.1, 0.9, 1, 1])
     assert found.metrics["rising_share_positive"] == found.metrics["rising_share_negative"] == 1.0
     config = LossConfig(top_p_ratio=0.1, variant="C2")
-    assert plan_stare(batch, config, ALONE, {}).weight_T.tolist() == pytest.approx(
-        [1, 1, 1, 0.9, 1.1]
-    )
+    found = plan_stare(batch, config, ALONE, {})
+    assert found.weight_T.tolist() == pytest.approx([1, 1, 1, 0.9, 1.1])
+    assert (found.metrics["share_positive"], found.metrics["share_negative"]) == (0.6, 0.4)
+    found = plan_stare(batch, dataclasses.replace(config, variant="O1"), ALONE, {})
+    assert found.metrics["weight_mean"] == pytest.approx(1.02)
 
 
 @pytest.mark.parametrize("scope", ["global", "sequence", "microbatch"])
@@ -180,6 +182,23 @@ def test_the_critical_controllers_integral_does_not_wind_up():
     assert plan_stare(falling, config, ALONE, state).state["excess"] == state["excess"]
 
 
+@pytest.mark.parametrize(
+    ("g", "entropy", "integral"),
+    [
+        ([-0.5, 0.1, 0.2], 0.32, -0.01),  # W = 1 + 1 - 0.1 is inside its bounds
+        ([0.5, 0.1, 0.2], 0.26, 0.02),  # W = 1 - 4 + 0.2 is below them, and e > 0
+        ([-0.9, 0.1, 0.2], 0.32, -0.01),  # W = 1 + 3 - 0.1 is above them, and e < 0
+    ],
+)
+def test_the_critical_controllers_integral_moves_unless_a_bound_holds_w_back(g, entropy, integral):
+    batch = with_sensitivity([1.0, 1.0, 1.0], g, entropy)
+    for gate in (True, False):
+        config = dataclasses.replace(CRITICAL, gate=gate)
+        found = plan_stare(batch, config, ALONE, {})
+        assert found.state["integral"] == pytest.approx(integral)
+        assert found.metrics["gate"] == (entropy < 0.3 or not gate)
+
+
 def test_the_critical_controller_does_not_raise_w_where_that_lowers_entropy():
     falling = with_sensitivity([1.0, 1.0, -1.0], [-0.5, -0.1, -0.2], 0.1)
     state = {"reweight_w": 1.3, "excess": 0.8, "integral": 0.5}
@@ -189,7 +208,7 @@ def test_the_critical_controller_does_not_raise_w_where_that_lowers_entropy():
     high = with_sensitivity([1.0, 1.0, -1.0], [-0.5, -0.1, -0.2], 0.9)
     assert plan_stare(high, CRITICAL, ALONE, state).state["reweight_w"] == 1.0
     for g in (-0.1, 0.0):  # Gamma 0: L+ moves nothing
-        flat = with_sensitivity([1.0, 1.0, -1.0], [-0.5, g, -0.2], 0.1)
+        flat = with_sensitivity([1.0, 1.0, -1.0], [-0.5, g, -0.2], 0.26)
         found = plan_stare(flat, CRITICAL, ALONE, state)
         assert found.state == state | {"reweight_m": 0.5} and found.metrics["weight_w"] == 1.3
 
@@ -222,7 +241,7 @@ def test_the_critical_controller_keeps_w_where_entropy_is_not_finite(gate, entro
 @pytest.mark.parametrize(
     ("advantage", "g"),
     [
-        ([1.0, 2.0, -1.0, -1.0, 0.0, 0.5], [0.1, -0.3, 0.2, -0.8, 0.4, 0.9]),
+        ([1.0, 2.0, -1.0, -1.0, 0.0, 0.5], [0.1, -0.3, 0.2, -0.8, 0.4, 1.9]),
         ([1.0, 2.0, -1.0], [-0.1, -0.3, 0.0]),  # Gamma is negative
         ([0.0, -1.0], [0.3, 0.2]),  # no L+
     ],

@@ -24,7 +24,7 @@ from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.metrics import batch_metrics
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.losses import find_objective
-from megatron_stare.losses.rollout_correction import BOUNDS, corrected, k3
+from megatron_stare.losses.rollout_correction import BOUNDS, corrected, k3, log_ratio
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import LossTokens, TokenBatch
@@ -171,6 +171,32 @@ def test_the_correction_is_for_the_old_policy():
     assert (
         weights_of(moved, correction="token_tis")[0] == weights_of(batch, correction="token_tis")[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("old_policy", "correction", "of_fresh", "of_stale"),
+    [
+        ("auto", "none", "old", "current"),
+        ("auto", "token_tis", "old", "old"),
+        ("trainer", "none", "old", "old"),
+        ("rollout", "none", "current", "current"),
+    ],
+)
+def test_the_difference_is_of_the_policy_that_the_ratio_starts_at(
+    old_policy: str, correction: str, of_fresh: str, of_stale: str
+):
+    """The old policy is the engine's; the current one is 0.5 nats below it on every token."""
+    batch = batch_of(torch.zeros(sum(LENGTHS)))
+    moved = dataclasses.replace(
+        batch,
+        old_surprisal_T=batch.surprisal_T,
+        surprisal_T=batch.surprisal_T + 0.5,
+        fresh_T=batch.sequence_T < 2,
+    )
+    config = MismatchConfig(old_policy=old_policy, correction=correction)
+    size = {"old": 0.0, "current": -0.5}
+    expected = torch.where(moved.fresh_T, size[of_fresh], size[of_stale])
+    torch.testing.assert_close(log_ratio(moved, config), expected)
 
 
 @pytest.mark.parametrize("method", BOUNDS)
@@ -326,3 +352,10 @@ def test_rejected_tokens_leave_the_denominator_on_request() -> None:
     assert leaves.correction_T is not None and stays.correction_T is not None
     assert leaves.correction_T.tolist() == [1.0, 0.0, *[1.0] * 10]
     assert float(stays.correction_T[5]) == pytest.approx(1.5)
+    kept_T = torch.ones(12, dtype=torch.bool)
+    kept_T[[0, 1, 2]] = False  # tokens that the objective itself leaves out
+    fewer = corrected(batch, dataclasses.replace(plain, kept_T=kept_T), drop, Across(), reduce)
+    assert fewer.kept_T is not None and fewer.kept_T.tolist() == kept_T.tolist()
+    expected = torch.full((12,), 1 / 9)
+    expected[:3] = 0.0
+    torch.testing.assert_close(fewer.coefficient_T, expected)

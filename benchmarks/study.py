@@ -3,16 +3,19 @@ selects.
 
     python benchmarks/study.py runs/smollm2_135m/seed0/grpo_ds runs/smollm2_135m/seed0/stare
     python benchmarks/study.py runs/smollm2_135m/seed0/stare --curve entropy,reward
+    python benchmarks/study.py runs/smollm2_135m_lcm/seed0/stare --responses gcd
 
 The summary is that of `compare`. z is the mean and the standard deviation over steps. The tables of
 L+ and L- count, over the steps with diagnostics, the ids that these name: those with the largest
 effect of each side, at most diagnostics.tokens a step. `--curve` prints means of metrics over every
-ten steps instead.
+ten steps instead; `--responses` how many of the diagnostics' responses match a regular expression,
+and the mean reward of these and of the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 from collections import defaultdict
@@ -35,10 +38,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
     parser.add_argument("--curve", type=lambda names: names.split(","), metavar="METRIC,METRIC,...")
+    parser.add_argument("--responses", type=re.compile, metavar="REGEX")
     options, console = parser.parse_args(), Console()
     for run in options.runs:
-        if options.curve:
-            console.print(curve_of(run, options.curve))
+        if options.curve or options.responses:
+            if options.curve:
+                console.print(curve_of(run, options.curve))
+            if options.responses:
+                console.print(responses_of(run, options.responses))
             continue
         console.print(summary_of(run))
         for side, name in (("chosen_positive", "L+"), ("chosen_negative", "L-")):
@@ -57,6 +64,25 @@ def curve_of(run: Path, metrics: list[str]) -> Table:
         ten = rows[start : start + 10]
         means = [statistics.mean(row[metric] for row in ten) for metric in metrics]
         table.add_row(f"{ten[0]['step']} to {ten[-1]['step']}", *(f"{mean:.3f}" for mean in means))
+    return table
+
+
+def responses_of(run: Path, pattern: re.Pattern[str]) -> Table:
+    """The responses of both halves of the steps with diagnostics: those that match, by reward."""
+    steps = diagnostics.steps(run)
+    columns = ("steps", "responses", "match", "their reward", "reward of the others")
+    table = Table(*columns, title=f"{run}: {pattern.pattern}")
+    middle = -(-len(steps) // 2)
+    for half in filter(None, (steps[:middle], steps[middle:])):
+        shown = [each for step in half for each in diagnostics.read(run, step).rollouts]
+        rewards: dict[bool, list[float]] = {True: [], False: []}
+        for each in shown:
+            if each.reward is not None:
+                rewards[bool(pattern.search("".join(each.text)))].append(each.reward)
+        means = [f"{statistics.mean(rewards[k]):.3f}" if rewards[k] else "-" for k in (True, False)]
+        judged = len(rewards[True]) + len(rewards[False])
+        share = f"{len(rewards[True]) / judged:.0%}" if judged else "-"
+        table.add_row(f"{half[0]} to {half[-1]}", str(judged), share, *means)
     return table
 
 

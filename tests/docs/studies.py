@@ -20,7 +20,7 @@ STUDIES = {
     "train.num_rollout=200 run.keep_every=50": Elsewhere(
         "tests/recipes/test_smollm2.py::test_both_arms_train_from_one_cold_start"
     ),
-    f".venv/bin/{PYTHON} compare smollm2_135m_lcm --losses grpo_ds,stare --seeds 0,1 "
+    f".venv/bin/{PYTHON} compare smollm2_135m_lcm --losses grpo_ds,stare --seeds 0,1,2 "
     "train.num_rollout=200 run.keep_every=50": Elsewhere(
         "tests/recipes/test_smollm2.py::test_both_arms_train_from_one_cold_start"
     ),
@@ -31,16 +31,21 @@ STUDIES = {
     ".venv/bin/python benchmarks/paired.py "
     "--first runs/smollm2_135m_lcm_losses/seed0/grpo_ds/problems_1.jsonl "
     "runs/smollm2_135m_lcm_losses/seed1/grpo_ds/problems_1.jsonl "
+    "runs/smollm2_135m_lcm_losses/seed2/grpo_ds/problems_1.jsonl "
     "--second runs/smollm2_135m_lcm_losses/seed0/stare/problems_1.jsonl "
-    "runs/smollm2_135m_lcm_losses/seed1/stare/problems_1.jsonl": Run(needs=(UNPACK,)),
+    "runs/smollm2_135m_lcm_losses/seed1/stare/problems_1.jsonl "
+    "runs/smollm2_135m_lcm_losses/seed2/stare/problems_1.jsonl": Run(needs=(UNPACK,)),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed0/grpo_ds "
     "runs/smollm2_135m_lcm_losses/seed0/stare "
     "runs/smollm2_135m_lcm_losses/seed1/grpo_ds runs/smollm2_135m_lcm_losses/seed1/stare "
+    "runs/smollm2_135m_lcm_losses/seed2/grpo_ds runs/smollm2_135m_lcm_losses/seed2/stare "
     "--curve entropy,reward,response_length,generation_rounds,signal_fraction": Run(
         needs=(UNPACK,)
     ),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed1/grpo_ds "
     "--curve skipped": Run(needs=(UNPACK,)),
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed2/grpo_ds "
+    "runs/smollm2_135m_lcm_losses/seed2/stare --responses gcd": Run(needs=(UNPACK,)),
     f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_low,bonus --seeds 0 "
     "run.dir=runs/smollm2_135m_control": Elsewhere(
         "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
@@ -59,6 +64,7 @@ STUDIES = {
             "runs/smollm2_135m_lcm/seed0",
             "runs/smollm2_135m_lcm_losses/seed0",
             "runs/smollm2_135m_lcm_losses/seed1",
+            "runs/smollm2_135m_lcm_losses/seed2",
             "runs/smollm2_135m_losses/seed0",
             "runs/smollm2_135m_losses/seed1",
             "runs/smollm2_135m_losses/seed2",

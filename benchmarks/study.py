@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
     parser.add_argument("--curve", type=lambda names: names.split(","), metavar="METRIC,METRIC,...")
-    parser.add_argument("--responses", type=re.compile, metavar="REGEX")
+    parser.add_argument("--responses", type=expression, metavar="REGEX")
     options, console = parser.parse_args(), Console()
     for run in options.runs:
         if options.curve or options.responses:
@@ -51,6 +51,14 @@ def main() -> None:
         for side, name in (("chosen_positive", "L+"), ("chosen_negative", "L-")):
             if (table := selected(run, side, name)).row_count:
                 console.print(table)
+
+
+def expression(text: str) -> re.Pattern[str]:
+    """A regular expression of the command line. ArgumentTypeError: it is none."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
 
 
 def curve_of(run: Path, metrics: list[str]) -> Table:

@@ -41,11 +41,11 @@ def main() -> None:
     parser.add_argument("--responses", type=expression, metavar="REGEX")
     options, console = parser.parse_args(), Console()
     for run in options.runs:
+        if options.curve:
+            console.print(curve_of(run, options.curve))
+        if options.responses:
+            console.print(responses_of(run, options.responses))
         if options.curve or options.responses:
-            if options.curve:
-                console.print(curve_of(run, options.curve))
-            if options.responses:
-                console.print(responses_of(run, options.responses))
             continue
         console.print(summary_of(run))
         for side, name in (("chosen_positive", "L+"), ("chosen_negative", "L-")):

@@ -379,7 +379,9 @@ def test_the_variants_have_their_effects(runs: LayoutResults) -> None:
 
 @pytest.mark.parametrize("layout", CHOOSING)
 def test_the_same_tokens_are_chosen(runs: LayoutResults, layout: str) -> None:
-    for step, (up, down) in enumerate(reference(runs, layout)["chosen"]):
+    chosen = reference(runs, layout)["chosen"]
+    assert any(up for up, _ in chosen)
+    for step, (up, down) in enumerate(chosen):
         assert down
         assert up or layout.endswith(QUEUED), "only there all rollouts of a batch may be wrong"
         assert set().union(*(result["chosen"][step][0] for result in runs[layout])) == up

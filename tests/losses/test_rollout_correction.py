@@ -185,7 +185,7 @@ def test_the_correction_is_for_the_old_policy():
 def test_the_difference_is_of_the_policy_that_the_ratio_starts_at(
     old_policy: str, correction: str, of_fresh: str, of_stale: str
 ):
-    """The old policy is the engine's; the current one is 0.5 nats below it on every token."""
+    """The old policy is the engine's; the current log-probs are 0.5 nats lower on every token."""
     batch = batch_of(torch.zeros(sum(LENGTHS)))
     moved = dataclasses.replace(
         batch,

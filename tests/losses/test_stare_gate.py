@@ -1,6 +1,7 @@
 """STARE's closed loop."""
 
 import dataclasses
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -252,7 +253,7 @@ def test_the_metrics_of_sensitivity_are_what_their_docstring_says(advantage, g):
     tensors = [torch.tensor(values) for values in (g, advantage, up, down)]
     found = stare_gate.sensitivity_metrics(*tensors, ALONE)
     pairs, count = list(zip(advantage, g, strict=True)), len(g)
-    gamma = sum(a * s for (a, s), chosen in zip(pairs, up, strict=True) if chosen)
+    gamma = sum(a * s for a, s in itertools.compress(pairs, up))
     drift = sum(a * s for a, s in pairs)
     expected = {
         "quadrant/positive_rising": sum(a > 0 and s > 0 for a, s in pairs) / count,
@@ -263,8 +264,7 @@ def test_the_metrics_of_sensitivity_are_what_their_docstring_says(advantage, g):
         "gamma": gamma / count,
     }
     for side, chosen in (("positive", up), ("negative", down)):
-        own = [s for s, chosen_too in zip(g, chosen, strict=True) if chosen_too]
-        if own:
+        if own := list(itertools.compress(g, chosen)):
             expected[f"sensitivity_{side}"] = sum(own) / len(own)
             expected[f"rising_share_{side}"] = sum(s > 0 for s in own) / len(own)
     if gamma > 0:

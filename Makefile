@@ -77,8 +77,7 @@ browser: $(STAMP) ## the report in headless Chromium, installed if absent (root,
 
 nullcuda: $(STAMP) ## the CUDA path on the null device (built once, minutes), and tests marked gpu
 	tools/nullcuda/build
-	NULLCUDA_ELEMENTS=8000000 tools/nullcuda/run $(PYTHON) -m pytest -m '(nullcuda or gpu) and not slow' \
-		$(if $(filter tests/%,$(ARGS)),,$$(tools/nullcuda/tests)) $(ARGS)
+	NULLCUDA_ELEMENTS=8000000 tools/nullcuda/run $(PYTHON) -m pytest -m '(nullcuda or gpu) and not slow' $(ARGS)
 
 slurm-test: $(STAMP) ## slurm/ on a Slurm of three nodes, installed if absent (root, apt-get)
 	tools/slurm_cluster/install

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark.expression import Expression
 
 from megatron_stare.config import Config
 from megatron_stare.policy import topology as topologies
@@ -21,6 +24,32 @@ from tests.paths import ROOT
 TRAINERS_PYTHON = ROOT / ".venv-trainers" / "bin" / "python"
 AGENTS_PYTHON = ROOT / ".venv-agents" / "bin" / "python"
 SGLANG_PYTHON = Path(os.environ.get("SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
+
+MARKS = ("gpu", "nullcuda", "slurm", "sglang", "trainers", "agents", "browser", "slow")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out a file none of whose tests the run's `-m` selects: to import all files takes as
+    long as many tests.
+    """
+    selection = config.option.markexpr
+    if not selection or not collection_path.match("test_*.py"):
+        return None
+    with contextlib.suppress(SyntaxError):  # pytest reports it later
+        selected = Expression.compile(selection).evaluate
+        names = marks_in(collection_path)
+        sizes = range(len(names) + 1)
+        of_a_test = itertools.chain(*(itertools.combinations(names, size) for size in sizes))
+        return None if any(selected(marks.__contains__) for marks in of_a_test) else True
+    return None
+
+
+@cache
+def marks_in(file: Path) -> tuple[str, ...]:
+    """The marks that tests of a file may have, by its text."""
+    text = file.read_text(encoding="utf-8")
+    chosen = "getattr(pytest.mark, " in text  # by a table
+    return tuple(name for name in MARKS if chosen or f"mark.{name}" in text)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,6 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         else f"no {TRAINERS_PYTHON}: run `make trainers`",
     }
     for item in items:
+        for marker in MARKS:
+            if item.get_closest_marker(marker) and marker not in marks_in(item.path):
+                raise pytest.UsageError(
+                    f"{item.path} does not name mark.{marker} of {item.name}: "
+                    f"`pytest -m {marker}` would not find the file"
+                )
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -48,7 +48,7 @@ def test_a_mark_that_its_file_does_not_name_is_an_error(tmp_path: Path) -> None:
     file.write_text(SERVERS)
     own = {"agents": pytest.mark.agents}
     item: Any = SimpleNamespace(path=file, name="test_server", get_closest_marker=own.get)
-    with pytest.raises(pytest.UsageError, match="does not name mark.agents of test_server"):
+    with pytest.raises(pytest.UsageError, match=r"not name mark\.agents of test_server"):
         pytest_collection_modifyitems([item])
 
 

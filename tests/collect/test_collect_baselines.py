@@ -14,7 +14,7 @@ from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Rollout
 from megatron_stare.rollout.engine import Request, SamplingParams
-from tests.collect.test_local_worker import Patient, prompts, said, share_of
+from tests.collect.test_local_worker import Patient, prompts, said, worker_of
 from tests.collect.test_rollout_buffer_stream import ONE_OFF, rows_of_a_stopped_run
 from tests.rewards import even_characters
 from tests.small_run import rows_of, small_config
@@ -37,8 +37,8 @@ class Noting(Patient):
 @pytest.mark.parametrize(("greedy", "baseline"), [("4", 1.0), ("wrong", 0.0), ("exit", None)])
 def test_the_greedy_rollout_is_judged_and_not_trained(greedy: str, baseline: float | None) -> None:
     engine = Noting()
-    with share_of(engine, REMAX) as share:
-        (future,) = share.start(prompts(3))
+    with worker_of(engine, REMAX) as worker:
+        (future,) = worker.start(prompts(3))
         assert engine.greedy == {(3, 0): False, (3, 1): False, (3, 2): True}
         engine.finish((3, 2), said(greedy))
         engine.finish((3, 0), said("4"))
@@ -51,10 +51,10 @@ def test_the_greedy_rollout_is_judged_and_not_trained(greedy: str, baseline: flo
 
 def test_without_remax_nothing_is_sampled_greedily() -> None:
     engine = Noting()
-    with share_of(engine) as share:
-        share.start(prompts(3))
+    with worker_of(engine) as worker:
+        worker.start(prompts(3))
         assert engine.greedy == {(3, 0): False, (3, 1): False}
-        share.stop()
+        worker.stop()
 
 
 def test_a_run_learns_from_the_difference_to_the_greedy_response(

@@ -16,16 +16,31 @@ import pytest
 
 from megatron_stare.collect import journal as journals
 from megatron_stare.collect.dispatcher import PromptDispatcher
-from megatron_stare.collect.journal import ATTEMPTS_NAME, MAGIC, Journal, frame
+from megatron_stare.collect.journal import ATTEMPTS_NAME, MAGIC, Journal, forget, frame
 from megatron_stare.collect.local_worker import LocalWorker
 from megatron_stare.collect.rollout_worker import RolloutWorkers, sampling_digest
 from megatron_stare.config import Config, override
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.rollout.engine import Request
-from tests.collect.test_rollout_buffer_stream import FULLY, rollout
+from tests.collect.test_rollout_buffer_stream import FULLY
+from tests.conftest import fill
 
 
-def live(directory: Path, step: int, *written: tuple[int, int, Rollout]) -> None:
+def rollout(*versions: int) -> Rollout:
+    count = len(versions)
+    spread = versions if len(set(versions)) > 1 else ()
+    return Rollout(
+        (5,) * count,
+        (-0.1234567890123,) * count,
+        (1,) * count,
+        status="completed",
+        weight_version=versions[-1],
+        text="text",
+        token_versions=spread,
+    )
+
+
+def attempt(directory: Path, step: int, *written: tuple[int, int, Rollout]) -> None:
     """One attempt of a run, from `step`, that finishes these rollouts and is killed."""
     journal = Journal(directory)
     journal.open(step)
@@ -35,7 +50,7 @@ def live(directory: Path, step: int, *written: tuple[int, int, Rollout]) -> None
     journal.close()
 
 
-def taken(directory: Path, step: int, prompt: int) -> Rollout | None:
+def found_by(directory: Path, step: int, prompt: int) -> Rollout | None:
     """The rollout of this prompt that an attempt from `step` finds."""
     journal = Journal(directory)
     journal.open(step)
@@ -43,14 +58,71 @@ def taken(directory: Path, step: int, prompt: int) -> Rollout | None:
     return journal.pop((prompt, 0), oldest=-100)
 
 
+def test_a_later_attempt_finds_each_rollout_once(tmp_path: Path):
+    journal = Journal(tmp_path)
+    journal.open(3)
+    journal.write((4, 0), rollout(3, 3))
+    journal.write((4, 1), rollout(2, 3))
+    journal.start_step(4)
+    journal.write((5, 0), rollout(3, 4))
+    journal.write((6, 0), rollout(4, 4))
+    journal.close()
+    with (tmp_path / "step_00000004.frames").open("ab") as file:
+        file.write(frame(rollout(4, 4), key=(7, 0), attempt="x")[:-3])
+    later = Journal(tmp_path)
+    later.open(4)
+    later.write((7, 1), rollout(4))
+    assert later.pop((4, 0), oldest=0) == rollout(3, 3)
+    assert later.pop((4, 0), oldest=0) is None, "given once"
+    assert later.pop((4, 1), oldest=3) is None, "its first token is too old"
+    assert later.pop((5, 0), oldest=0) == rollout(3, 4)
+    assert later.pop((7, 0), oldest=0) is None
+    later.close()
+    earlier = Journal(tmp_path)
+    earlier.open(3)
+    assert earlier.pop((6, 0), oldest=0) == rollout(2, 2), (
+        "the weights of a step that was lost count as older"
+    )
+    assert earlier.pop((7, 1), oldest=0) == rollout(2), "a torn frame does not spoil the next"
+    forget(tmp_path, 4)
+    assert [file.name for file in tmp_path.glob("step_*")] == ["step_00000004.frames"]
+
+
+def test_a_full_disk_is_a_warning_and_loses_no_finished_rollout(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+):
+    journal = Journal(small_disk / "rollouts")
+    journal.open(0)
+    journal.write((0, 0), rollout(0, 0))
+    filler = fill(small_disk, leave=0)
+    long = rollout(*[0] * 2000)
+    journal.write((0, 1), long)
+    journal.write((0, 2), long)
+    assert [record.levelname for record in caplog.records] == [
+        "WARNING"
+    ] and "No space left" in caplog.text
+    filler.unlink()
+    journal.write((0, 3), rollout(0, 0))
+    journal.close()
+    later = Journal(small_disk / "rollouts")
+    later.open(0)
+    assert [later.pop((0, number), oldest=0) for number in range(4)] == [
+        rollout(0, 0),
+        long,
+        long,
+        rollout(0, 0),
+    ]
+    later.close()
+
+
 @pytest.mark.parametrize("second", [5, 6, 3])
 def test_rollouts_of_lost_weights_are_not_fresh_after_a_second_resume(second: int, tmp_path: Path):
     """Weights 5 of the first attempt follow its weights 3, from which the second attempt starts.
     The third starts from weights 5 of the second, and these differ from those of the first.
     """
-    live(tmp_path, 0, (0, 0, rollout(3, 3)), (1, 0, rollout(5, 5)), (2, 0, rollout(3, 5)))
-    live(tmp_path, 3, (3, 0, rollout(5)))
-    found = {prompt: taken(tmp_path, second, prompt) for prompt in range(4)}
+    attempt(tmp_path, 0, (0, 0, rollout(3, 3)), (1, 0, rollout(5, 5)), (2, 0, rollout(3, 5)))
+    attempt(tmp_path, 3, (3, 0, rollout(5)))
+    found = {prompt: found_by(tmp_path, second, prompt) for prompt in range(4)}
     assert found[0] == rollout(3, 3), "its weights are those of the checkpoint"
     assert found[1] == rollout(2, 2), "one step older than the weights of both attempts"
     assert found[2] == rollout(3, 2)
@@ -58,20 +130,20 @@ def test_rollouts_of_lost_weights_are_not_fresh_after_a_second_resume(second: in
 
 
 def test_a_rollout_of_a_later_attempt_replaces_an_earlier_one(tmp_path: Path):
-    live(tmp_path, 0, (0, 0, rollout(5, 5)))
-    live(tmp_path, 3, (0, 0, rollout(4)))
-    assert taken(tmp_path, 4, 0) == rollout(4)
+    attempt(tmp_path, 0, (0, 0, rollout(5, 5)))
+    attempt(tmp_path, 3, (0, 0, rollout(4)))
+    assert found_by(tmp_path, 4, 0) == rollout(4)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", None])
 def test_without_its_table_of_attempts_no_rollout_is_fresh(content: bytes | None, tmp_path: Path):
-    live(tmp_path, 0, (0, 0, rollout(0)), (1, 0, rollout(2)))
+    attempt(tmp_path, 0, (0, 0, rollout(0)), (1, 0, rollout(2)))
     if content is None:
         (tmp_path / ATTEMPTS_NAME).unlink()
     else:
         (tmp_path / ATTEMPTS_NAME).write_bytes(content)
     for _ in range(2):
-        assert all(taken(tmp_path, 2, prompt).weight_version < 0 for prompt in (0, 1))  # type: ignore[union-attr]
+        assert all(found_by(tmp_path, 2, prompt).weight_version < 0 for prompt in (0, 1))  # type: ignore[union-attr]
 
 
 def unframed(**changes: Any) -> bytes:
@@ -105,10 +177,10 @@ DAMAGED_FRAMES = {
 def test_a_damaged_frame_is_counted_and_the_rest_is_read(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    live(tmp_path, 1, (0, 0, rollout(1, 1)))
+    attempt(tmp_path, 1, (0, 0, rollout(1, 1)))
     file = tmp_path / "step_00000001.frames"
     file.write_bytes(file.read_bytes() + DAMAGED_FRAMES[name])
-    live(tmp_path, 1, (1, 0, rollout(1, 1)))
+    attempt(tmp_path, 1, (1, 0, rollout(1, 1)))
     assert_one_is_skipped_of_three(tmp_path, caplog)
 
 
@@ -144,7 +216,7 @@ def test_a_journal_reaches_the_disk_once_per_step(tmp_path: Path, monkeypatch: p
 
 
 def test_rollouts_that_became_too_old_are_forgotten(tmp_path: Path):
-    live(tmp_path, 0, *((prompt, 0, rollout(prompt)) for prompt in range(6)))
+    attempt(tmp_path, 0, *((prompt, 0, rollout(prompt)) for prompt in range(6)))
     journal = Journal(tmp_path)
     journal.open(4)
     assert len(journal.found) == 6
@@ -212,13 +284,13 @@ def test_a_step_after_two_resumes_takes_lost_rollouts_as_stale(tmp_path: Path):
     world: Any = Instant()
     config = override(Config(), list(options))
     sampled = dataclasses.replace(rollout(5, 5), sampling=sampling_digest(config))
-    live(tmp_path, 0, *((0, number, sampled) for number in range(8)))
-    live(tmp_path, 3)
-    share = LocalWorker(config, world, world, Journal(tmp_path))
-    dispatcher = PromptDispatcher(config, world, RolloutWorkers([0], 1, [share]))
-    with contextlib.closing(share):
+    attempt(tmp_path, 0, *((0, number, sampled) for number in range(8)))
+    attempt(tmp_path, 3)
+    worker = LocalWorker(config, world, world, Journal(tmp_path))
+    dispatcher = PromptDispatcher(config, world, RolloutWorkers([0], 1, [worker]))
+    with contextlib.closing(worker):
         dispatcher.set_step(5, limit=1)
         dispatcher.enough(1).result(timeout=30)
         (group,) = dispatcher.next_groups()
-    assert share.counts()["journal_rollouts"] == len(group.rollouts) == 8
+    assert worker.counts()["journal_rollouts"] == len(group.rollouts) == 8
     assert all(found.versions.tolist() == [2, 2] for found in group.rollouts)

@@ -1,4 +1,4 @@
-"""A share of the prompts: what is asked for when, and what becomes of it."""
+"""LocalWorker: which requests it sends when, and what becomes of their rollouts."""
 
 from __future__ import annotations
 
@@ -57,21 +57,21 @@ def prompts(*indices: int) -> list[Prompt]:
 
 
 @contextlib.contextmanager
-def share_of(engine: Patient, *options: str, journal: Journal | None = None) -> Any:
+def worker_of(engine: Patient, *options: str, journal: Journal | None = None) -> Any:
     config = override(Config(), [*PAIR, *options])
     with contextlib.closing(build_judge(config)) as judge:
         given: Any = engine
-        share = LocalWorker(config, given, judge, journal)
-        with contextlib.closing(share):
-            share.set_step(0)
-            yield share
+        worker = LocalWorker(config, given, judge, journal)
+        with contextlib.closing(worker):
+            worker.set_step(0)
+            yield worker
 
 
 def test_a_finished_group_is_judged_before_others_finish():
     engine = Patient()
     settings = ("scoring.verifier_processes=2", "scoring.verifier_timeout=100")
-    with share_of(engine, *settings) as share:
-        hung, sampled, finished, failed = share.start(prompts(0, 1, 2, 3))
+    with worker_of(engine, *settings) as worker:
+        hung, sampled, finished, failed = worker.start(prompts(0, 1, 2, 3))
         assert engine.submissions == 1, "decoded together"
         for key, text in {(0, 0): "hang", (0, 1): "4", (1, 0): "4", (2, 0): "5"}.items():
             engine.finish(key, said(text))
@@ -85,20 +85,20 @@ def test_a_finished_group_is_judged_before_others_finish():
 
 def test_ended_rollouts_continue_and_stopped_ones_are_kept():
     engine = Patient()
-    with share_of(engine) as share:
-        (group,) = share.start(prompts(7))
+    with worker_of(engine) as worker:
+        (group,) = worker.start(prompts(7))
         engine.finish((7, 0), said("4"))
-        share.pause().result(timeout=60)
-        share.set_step(0)
+        worker.pause().result(timeout=60)
+        worker.set_step(0)
         request = engine.asked[7, 1][0]
         assert request.part is not None and request.part.status == "aborted"
-        share.stop()
+        worker.stop()
         with pytest.raises(EngineError, match="stopped"):
             group.result(timeout=60)
-        known = share.partial_states()
+        known = worker.partial_states()
     engine = Patient()
-    with share_of(engine) as share:
-        (group,) = share.start(prompts(7), known)
+    with worker_of(engine) as worker:
+        (group,) = worker.start(prompts(7), known)
         assert list(engine.asked) == [(7, 1)]
         engine.finish((7, 1), said("4"))
         assert [r.reward for r in group.result(timeout=60).rollouts] == [1.0, 1.0]
@@ -110,24 +110,24 @@ def test_a_resumed_prompt_gets_as_many_rollouts_as_the_run_now_samples(
     samples: int, numbers: tuple[int, ...]
 ):
     engine = Patient()
-    with share_of(engine, "rollout.n_samples_per_prompt=4") as share:
-        share.start(prompts(7))
+    with worker_of(engine, "rollout.n_samples_per_prompt=4") as worker:
+        worker.start(prompts(7))
         for number in numbers[:3]:
             engine.finish((7, number), said("4"))
-        share.pause().result(timeout=60)
-        share.stop()
-        known = share.partial_states()
+        worker.pause().result(timeout=60)
+        worker.stop()
+        known = worker.partial_states()
     kept = set(numbers[:3]) & set(range(samples))
     engine = Patient()
-    with share_of(engine, f"rollout.n_samples_per_prompt={samples}") as share:
-        (group,) = share.start(prompts(7), known)
+    with worker_of(engine, f"rollout.n_samples_per_prompt={samples}") as worker:
+        (group,) = worker.start(prompts(7), known)
         assert {number for _, number in engine.asked} == set(range(samples)) - kept
-        assert share.counts().get("changed_rollouts_dropped", 0) == max(0, 4 - samples)
+        assert worker.counts().get("changed_rollouts_dropped", 0) == max(0, 4 - samples)
         for key in list(engine.asked):
             engine.finish(key, said("4"))
         assert len(group.result(timeout=60).rollouts) == samples
         dropped = len(set(numbers[:3]) - kept) + (4 - len(numbers[:3])) - (samples - len(kept))
-        assert samples > 4 or share.counts()["changed_rollouts_dropped"] == dropped
+        assert samples > 4 or worker.counts()["changed_rollouts_dropped"] == dropped
 
 
 @pytest.mark.parametrize(
@@ -144,33 +144,33 @@ def test_rollouts_of_other_settings_are_sampled_again(change: str, tmp_path: Pat
     """Finished ones of a journal and of a checkpoint, and parts of a checkpoint."""
     tools = "tools.environment=calculator"
     engine = Patient()
-    with share_of(engine, tools, journal=Journal(tmp_path)) as share:
-        share.start(prompts(7, 8))
+    with worker_of(engine, tools, journal=Journal(tmp_path)) as worker:
+        worker.start(prompts(7, 8))
         engine.finish((7, 0), said("4"))
         engine.finish((8, 0), said("4"))
-        share.pause().result(timeout=60)
-        share.stop()
-        known = {7: share.partial_states()[7]}
+        worker.pause().result(timeout=60)
+        worker.stop()
+        known = {7: worker.partial_states()[7]}
     for options, dropped in ([tools], 0), ([tools, change], 3):
         engine = Patient()
-        with share_of(engine, *options, journal=Journal(tmp_path)) as share:
-            share.start(prompts(7, 8), known)
+        with worker_of(engine, *options, journal=Journal(tmp_path)) as worker:
+            worker.start(prompts(7, 8), known)
             asked = {(7, 1), (8, 1)} if not dropped else {(7, 0), (7, 1), (8, 0), (8, 1)}
             assert set(engine.asked) == asked
             assert (engine.asked[7, 1][0].part is None) == bool(dropped)
-            assert share.counts().get("changed_rollouts_dropped", 0) == dropped + bool(dropped)
+            assert worker.counts().get("changed_rollouts_dropped", 0) == dropped + bool(dropped)
 
 
 def test_the_greedy_baseline_is_no_sample_of_a_run_with_more_samples():
     engine = Patient()
-    with share_of(engine, "scoring.advantage=remax") as share:
-        share.start(prompts(7))
+    with worker_of(engine, "scoring.advantage=remax") as worker:
+        worker.start(prompts(7))
         engine.finish((7, 2), said("4"))
-        share.stop()
-        known = share.partial_states()
+        worker.stop()
+        known = worker.partial_states()
     engine = Patient()
-    with share_of(engine, "rollout.n_samples_per_prompt=3") as share:
-        share.start(prompts(7), known)
+    with worker_of(engine, "rollout.n_samples_per_prompt=3") as worker:
+        worker.start(prompts(7), known)
         assert set(engine.asked) == {(7, 0), (7, 1), (7, 2)}
 
 
@@ -178,23 +178,23 @@ def test_an_error_in_a_thread_fails_every_group_that_waits_for_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     engine = Patient()
-    with share_of(engine) as share:
-        first, second = share.start(prompts(0, 1))
-        monkeypatch.setattr(share, "_judge_when_complete", lambda entry: {}[entry.prompt.index])
+    with worker_of(engine) as worker:
+        first, second = worker.start(prompts(0, 1))
+        monkeypatch.setattr(worker, "_judge_when_complete", lambda entry: {}[entry.prompt.index])
         engine.finish((0, 0), said("4"))
-        for start in (lambda: (first, second), lambda: share.start(prompts(2))):
+        for start in (lambda: (first, second), lambda: worker.start(prompts(2))):
             for group in start():
                 with pytest.raises(EngineError, match=r"rollout worker failed .KeyError"):
                     group.result(timeout=60)
-        assert "Traceback" in caplog.text and set(share.partial_states()) == {0, 1, 2}
+        assert "Traceback" in caplog.text and set(worker.partial_states()) == {0, 1, 2}
 
 
 def test_an_error_in_a_reward_fails_only_its_group(monkeypatch: pytest.MonkeyPatch):
     engine = Patient()
-    with share_of(engine) as share:
-        failed, judged = share.start(prompts(0, 1))
+    with worker_of(engine) as worker:
+        failed, judged = worker.start(prompts(0, 1))
         with monkeypatch.context() as patched:
-            patched.setattr(share.judge, "start", lambda given: {}[given[0][0].index])
+            patched.setattr(worker.judge, "start", lambda given: {}[given[0][0].index])
             for number in (0, 1):
                 engine.finish((0, number), said("4"))
             with pytest.raises(KeyError):
@@ -207,11 +207,11 @@ def test_an_error_in_a_reward_fails_only_its_group(monkeypatch: pytest.MonkeyPat
 def test_a_refused_request_fails_only_its_group():
     engine = Patient()
     engine.refusal = UserError("too long")
-    with share_of(engine) as share:
-        (group,) = share.start(prompts(0))
+    with worker_of(engine) as worker:
+        (group,) = worker.start(prompts(0))
         with pytest.raises(UserError, match="too long"):
             group.result(timeout=60)
-        assert not share.partial_states()
+        assert not worker.partial_states()
 
 
 def test_folders_of_a_journal_are_read_by_all_and_filtered(tmp_path: Path):
@@ -220,7 +220,7 @@ def test_folders_of_a_journal_are_read_by_all_and_filtered(tmp_path: Path):
         journal = Journal(tmp_path, f"share_{number}", attempts=attempts)
         journal.open(0)
         for key in ((0, 0), (1, 0), (2, 0), (3, 0)):
-            if key[0] // 2 == number:  # as another number of shares had dealt them
+            if key[0] // 2 == number:  # as another number of workers had them
                 journal.write(key, said(f"{key}"))
         journal.close()
     again = Journal(tmp_path, "share_1", lambda key: key[0] % 2 == 1, attempts)
@@ -235,13 +235,13 @@ def test_folders_of_a_journal_are_read_by_all_and_filtered(tmp_path: Path):
 @pytest.mark.parametrize("per_rank", [1, 2, 3])
 def test_engine_batches_are_the_same_for_any_number_of_workers(per_rank: int):
     drawn = prompts(*range(11))
-    shares = RolloutWorkers([0, 4], per_rank, [], together=3)
-    dealt = shares.assigned(drawn)
+    workers = RolloutWorkers([0, 4], per_rank, [], together=3)
+    places = workers.assigned(drawn)
     order = sorted(range(11), key=lambda place: len(drawn[place].token_ids))
     for start in range(0, 11, 3):
-        assert len({dealt[place] for place in order[start : start + 3]}) == 1
-    assert {rank for rank, _ in dealt} == {0, 4}
-    pairs = shares.assigned(drawn, together=2)
+        assert len({places[place] for place in order[start : start + 3]}) == 1
+    assert {rank for rank, _ in places} == {0, 4}
+    pairs = workers.assigned(drawn, together=2)
     assert all(pairs[order[n]] == pairs[order[n + 1]] for n in range(0, 10, 2))
     assert RolloutWorkers([0, 1], per_rank, []).assigned(drawn)[:3] == [
         (0, 0),

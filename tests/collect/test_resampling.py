@@ -28,7 +28,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 from megatron_stare.rollout.engine import Request
 from tests.collect.attempts import measured_on_ranks
-from tests.collect.test_local_worker import PAIR, Patient, prompts, said, share_of
+from tests.collect.test_local_worker import PAIR, Patient, prompts, said, worker_of
 from tests.collect.test_rollout_buffer_stream import rows_of_a_stopped_run
 from tests.distributed import run_distributed
 from tests.small_run import rows_of, small_config
@@ -161,12 +161,12 @@ class Warm(Patient):
 @pytest.mark.parametrize("temperature", [1.2, 1.0])
 def test_resampled_rollouts_have_their_own_seeds_and_temperature(temperature: float) -> None:
     engine = Warm()
-    with share_of(engine) as share:
-        (first,) = share.start(prompts(3))
+    with worker_of(engine) as worker:
+        (first,) = worker.start(prompts(3))
         for number in (0, 1):
             engine.finish((3, number), said("4"))
         assert [r.temperature for r in first.result(timeout=120).rollouts] == [None] * 2
-        (again,) = share.start(prompts(3), resampling=Resampling(3, temperature))
+        (again,) = worker.start(prompts(3), resampling=Resampling(3, temperature))
         for number, text in ((4, "4"), (2, "wrong"), (3, "4")):
             engine.finish((3, number), said(text))
         rollouts = again.result(timeout=120).rollouts
@@ -193,10 +193,10 @@ def test_rollouts_of_a_journal_need_the_same_temperature_and_weights(
         journal.write((3, number), rollout)
     journal.close()
     engine = Warm()
-    with share_of(engine, *options, journal=Journal(tmp_path)) as share:
-        share.start(prompts(3), resampling=Resampling(4, 1.2))
+    with worker_of(engine, *options, journal=Journal(tmp_path)) as worker:
+        worker.start(prompts(3), resampling=Resampling(4, 1.2))
         assert list(engine.warm) == [(3, 3), (3, 4), (3, 5)]
-        share.stop()
+        worker.stop()
 
 
 def seen_batches(run: Trainer) -> Iterator[tuple[TokenBatch, bool]]:

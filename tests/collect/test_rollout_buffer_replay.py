@@ -221,9 +221,9 @@ def test_prompts_per_engine_batch_follow_the_rollouts_per_prompt(
     run.collector.workers = dataclasses.replace(run.collector.workers, together=3)  # type: ignore[attr-defined]
     assigned, asked = RolloutWorkers.assigned, []
 
-    def noted(shares: RolloutWorkers, prompts: Any, together: int = 0) -> Any:
-        asked.append(together or shares.together)
-        return assigned(shares, prompts, together)
+    def noted(workers: RolloutWorkers, prompts: Any, together: int = 0) -> Any:
+        asked.append(together or workers.together)
+        return assigned(workers, prompts, together)
 
     monkeypatch.setattr(RolloutWorkers, "assigned", noted)
     assert run.run(Interrupt())

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.collect.journal import Frame, Journal, forget, frame, read_frames
+from megatron_stare.collect.journal import Frame, read_frames
 from megatron_stare.config import Config, UserError, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import Group, Rollout
+from megatron_stare.records import Group
 from megatron_stare.reporting.logbook import read_metrics
 from tests.collect.lockstep import in_step
-from tests.conftest import fill
 from tests.distributed import run_distributed
 from tests.forked import train
 from tests.small_run import rows_of, small_config
@@ -323,77 +322,6 @@ def test_a_killed_asynchronous_run_loses_no_finished_rollout(tmp_path: Path):
     assert len(keys) == len(set(keys)) >= len(finished), (
         "nothing that was finished was sampled again"
     )
-
-
-def rollout(*versions: int) -> Rollout:
-    count = len(versions)
-    spread = versions if len(set(versions)) > 1 else ()
-    return Rollout(
-        (5,) * count,
-        (-0.1234567890123,) * count,
-        (1,) * count,
-        status="completed",
-        weight_version=versions[-1],
-        text="text",
-        token_versions=spread,
-    )
-
-
-def test_the_journal_returns_its_groups(tmp_path: Path):
-    journal = Journal(tmp_path)
-    journal.open(3)
-    journal.write((4, 0), rollout(3, 3))
-    journal.write((4, 1), rollout(2, 3))
-    journal.start_step(4)
-    journal.write((5, 0), rollout(3, 4))
-    journal.write((6, 0), rollout(4, 4))
-    journal.close()
-    with (tmp_path / "step_00000004.frames").open("ab") as file:
-        file.write(frame(rollout(4, 4), key=(7, 0), attempt="x")[:-3])
-    later = Journal(tmp_path)
-    later.open(4)
-    later.write((7, 1), rollout(4))
-    assert later.pop((4, 0), oldest=0) == rollout(3, 3)
-    assert later.pop((4, 0), oldest=0) is None, "given once"
-    assert later.pop((4, 1), oldest=3) is None, "its first token is too old"
-    assert later.pop((5, 0), oldest=0) == rollout(3, 4)
-    assert later.pop((7, 0), oldest=0) is None
-    later.close()
-    earlier = Journal(tmp_path)
-    earlier.open(3)
-    assert earlier.pop((6, 0), oldest=0) == rollout(2, 2), (
-        "the weights of a step that was lost count as older"
-    )
-    assert earlier.pop((7, 1), oldest=0) == rollout(2), "a torn frame does not spoil the next"
-    forget(tmp_path, 4)
-    assert [file.name for file in tmp_path.glob("step_*")] == ["step_00000004.frames"]
-
-
-def test_a_full_disk_is_a_warning_and_loses_no_finished_rollout(
-    small_disk: Path, caplog: pytest.LogCaptureFixture
-):
-    journal = Journal(small_disk / "rollouts")
-    journal.open(0)
-    journal.write((0, 0), rollout(0, 0))
-    filler = fill(small_disk, leave=0)
-    long = rollout(*[0] * 2000)
-    journal.write((0, 1), long)
-    journal.write((0, 2), long)
-    assert [record.levelname for record in caplog.records] == [
-        "WARNING"
-    ] and "No space left" in caplog.text
-    filler.unlink()
-    journal.write((0, 3), rollout(0, 0))
-    journal.close()
-    later = Journal(small_disk / "rollouts")
-    later.open(0)
-    assert [later.pop((0, number), oldest=0) for number in range(4)] == [
-        rollout(0, 0),
-        long,
-        long,
-        rollout(0, 0),
-    ]
-    later.close()
 
 
 @pytest.mark.parametrize(

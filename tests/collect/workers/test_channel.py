@@ -9,7 +9,7 @@ import threading
 from megatron_stare.collect.journal import frame
 from megatron_stare.collect.workers.channel import Channel, memory_of
 from megatron_stare.collect.workers.process_worker import _rollouts
-from tests.collect.test_rollout_buffer_stream import rollout
+from tests.collect.test_journal import rollout
 
 
 def test_two_ends_that_both_send_first_do_not_deadlock():

@@ -147,22 +147,22 @@ class Killer(threading.Thread):
     """
 
     def __init__(
-        self, share: ProcessWorker, config: Config, number: int = 0, sent: int = signal.SIGKILL
+        self, worker: ProcessWorker, config: Config, number: int = 0, sent: int = signal.SIGKILL
     ) -> None:
         super().__init__()
-        self.share, self.config, self.number, self.sent = share, config, number, sent
+        self.worker, self.config, self.number, self.sent = worker, config, number, sent
         self.finished: list[tuple[int, int]] = []
         self.orphans: set[int] = set()
 
     def run(self) -> None:
         wait_until(self._in_time)
-        self.orphans = children_of(self.share.process.pid)
-        os.kill(self.share.process.pid, self.sent)
+        self.orphans = children_of(self.worker.process.pid)
+        os.kill(self.worker.process.pid, self.sent)
         self.finished = journaled(self.config)
 
     def _in_time(self) -> bool:
         there = any(number >= self.number for _, number in journaled(self.config))
-        return there and bool(children_of(self.share.process.pid))
+        return there and bool(children_of(self.worker.process.pid))
 
 
 @pytest.mark.parametrize("streamed", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -174,13 +174,13 @@ def test_a_killed_worker_restarts_and_loses_no_finished_rollout(
         options = ("rollout.workers_per_node=2", f"rollout.asynchrony={kind}")
         options += ("rollout.max_staleness=9",)
         run = Trainer(served(tmp_path, list(urls), *options), topology)
-        shares = run.collector.dispatcher.workers if streamed else run.collector.workers.own
-        killer = Killer(shares[0], run.config)
+        workers = run.collector.dispatcher.workers if streamed else run.collector.workers.own
+        killer = Killer(workers[0], run.config)
         killer.start()
         assert run.run(Interrupt())
         killer.join()
     assert killer.finished and killer.orphans
-    assert [share.starts for share in shares] == [2, 1]
+    assert [worker.starts for worker in workers] == [2, 1]
     keys = journaled(run.config)
     assert len(keys) == len(set(keys)) >= 3 * 16, "what was finished was not sampled again"
     assert set(killer.finished) <= set(keys)
@@ -240,7 +240,7 @@ def test_a_worker_that_is_killed_during_resampling_continues_it(tmp_path: Path, 
         killer.start()
         assert run.run(Interrupt())
         killer.join()
-    assert [share.starts for share in run.collector.workers.own] == [2, 1]
+    assert [worker.starts for worker in run.collector.workers.own] == [2, 1]
     keys = journaled(config)
     assert len(keys) == len(set(keys)) and set(killer.finished) <= set(keys)
     assert {number for _, number in keys} == set(range(8)) and len({key[0] for key in keys}) == 12
@@ -301,7 +301,7 @@ def on_nodes(rank: int, world_size: int, directory: str, urls: list[str]) -> dic
         make = functools.partial(served, urls=urls) if name == "served" else small_config
         config = override(make(Path(directory)), [*quick, f"run.dir={directory}/{name}"])
         run = Trainer(config, topologies.start(config.policy))
-        shares, trained = run.collector.workers, run.learner.step
+        workers, trained = run.collector.workers, run.learner.step
         holders: list[int] = []
 
         def noted(groups: Any, *others: Any, trained: Any = trained, holders: Any = holders) -> Any:
@@ -310,7 +310,7 @@ def on_nodes(rank: int, world_size: int, directory: str, urls: list[str]) -> dic
 
         run.learner.step = noted  # type: ignore[method-assign]
         assert run.run(Interrupt())
-        found[name] = (len(shares.own), holders, rows_of(config) if rank == 0 else [])
+        found[name] = (len(workers.own), holders, rows_of(config) if rank == 0 else [])
     return found
 
 

@@ -14,6 +14,7 @@ from megatron_stare.scoring.advantages import (
     has_gradient,
     has_signal,
     is_kept,
+    rewards_differ,
     with_advantages,
 )
 from megatron_stare.scoring.judge import judgement_metrics
@@ -99,21 +100,31 @@ def too_few(
             f"only {found} of the {full} rollouts of a batch (rollout.rollout_batch_size x "
             f"n_samples_per_prompt) have an advantage to learn from after {effort}; {remedy}"
         )
+    what = "verdicts" if config.rollout.dynamic_sampling_metric == "accuracy" else "rewards"
+    return NoSignalError(
+        f"only {found} of rollout.rollout_batch_size={config.rollout.rollout_batch_size} groups "
+        f"had differing {what} after {effort} ({seen_rewards(config, sampled)}); {remedy}"
+    )
+
+
+def seen_rewards(config: Config, sampled: Sequence[Group]) -> str:
+    """The rewards of the sampled groups, and why some that differ are not trained."""
     histogram = Counter(rollout.reward for group in sampled for rollout in group.rollouts)
     unverifiable = histogram.pop(None, 0)
-    rewards = ", ".join(f"{reward:g} x {count}" for reward, count in sorted(histogram.items()))
-    rewards += f"{', ' if rewards else ''}unverifiable x {unverifiable}" if unverifiable else ""
-    rollout, what = config.rollout, "rewards"
-    if rollout.dynamic_sampling_metric == "accuracy":
-        what = "verdicts"
-        others = sum(has_signal(group) and not is_wanted(group, rollout) for group in sampled)
-        if others:
-            rewards += f"; {others} groups differ in their rewards alone, which "
-            rewards += "rollout.dynamic_sampling_metric=reward would keep"
-    return NoSignalError(
-        f"only {found} of rollout.rollout_batch_size={rollout.rollout_batch_size} groups "
-        f"had differing {what} after {effort} (rewards seen: {rewards}); {remedy}"
-    )
+    rewards = [f"{reward:g} x {count}" for reward, count in sorted(histogram.items())]
+    rewards += [f"unverifiable x {unverifiable}"] if unverifiable else []
+    seen = f"rewards seen: {', '.join(rewards)}"
+    if others := sum(
+        has_signal(group) and not is_wanted(group, config.rollout) for group in sampled
+    ):
+        seen += f"; {others} groups differ in their rewards alone, which "
+        seen += "rollout.dynamic_sampling_metric=reward would keep"
+    if without_loss := sum(rewards_differ(group) and not has_signal(group) for group in sampled):
+        seen += f"; {without_loss} groups differ and have no token in the loss"
+        if config.scoring.overlong_filter:
+            limit = f"rollout.rollout_max_response_len={config.rollout.rollout_max_response_len}"
+            seen += f": scoring.overlong_filter=true leaves truncated responses out, raise {limit}"
+    return seen
 
 
 def _sampling_metrics(groups: Sequence[Group]) -> dict[str, float]:

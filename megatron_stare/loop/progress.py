@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_stare.collect.batch import Collected, solved
+from megatron_stare.collect.batch import Collected, seen_rewards, solved
 from megatron_stare.collect.rollout_buffer import RolloutBuffer
 from megatron_stare.config import (
     Config,
@@ -110,9 +110,9 @@ class Progress:
                 self.solved = sentence
                 return
             raise NoSignalError(
-                f"no group had differing rewards for {MAX_STEPS_WITHOUT_SIGNAL} steps in a row, so "
-                f"there is nothing to learn from; check scoring.reward={config.scoring.reward!r} "
-                "and data.prompt_data's difficulty"
+                f"no group had a learning signal for {MAX_STEPS_WITHOUT_SIGNAL} steps in a row "
+                f"({seen_rewards(config, collected.groups)}); check "
+                f"scoring.reward={config.scoring.reward!r} and data.prompt_data's difficulty"
             )
 
     def count_nonfinite(

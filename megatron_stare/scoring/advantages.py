@@ -27,9 +27,17 @@ def has_signal(group: Group) -> bool:
     Fewer than two verified rollouts, or none with a loss token (all truncated and filtered), have
     no signal either.
     """
-    verified = [rollout for rollout in group.rollouts if rollout.reward is not None]
-    compared = {rollout.reward for rollout in verified} | {rollout.baseline for rollout in verified}
-    return len(compared - {None}) > 1 and any(rollout.loss_tokens for rollout in verified)
+    return rewards_differ(group) and any(rollout.loss_tokens for rollout in _verified(group))
+
+
+def rewards_differ(group: Group) -> bool:
+    """Whether the rewards of the group's verified rollouts, and their baseline, differ."""
+    compared = {value for one in _verified(group) for value in (one.reward, one.baseline)}
+    return len(compared - {None}) > 1
+
+
+def _verified(group: Group) -> list[RolloutMeta]:
+    return [rollout for rollout in group.rollouts if rollout.reward is not None]
 
 
 def is_kept(group: Group, metric: str) -> bool:
@@ -41,7 +49,7 @@ def is_kept(group: Group, metric: str) -> bool:
     """
     if metric not in ("accuracy", "reward"):
         raise ValueError(f"metric={metric!r} is unknown; use accuracy or reward")
-    verdicts = {rollout.verdict for rollout in group.rollouts if rollout.reward is not None}
+    verdicts = {rollout.verdict for rollout in _verified(group)}
     return has_signal(group) and (metric == "reward" or len(verdicts) > 1)
 
 

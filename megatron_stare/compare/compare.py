@@ -5,8 +5,8 @@
     run.dir/seed<N>/<arm>        one ordinary run each
     run.dir/summary.json, report.html
 
-Arms run as child processes, at most one per core at a time, and show in one table. A child is the
-ordinary command on the arm's own config.yaml; it ends with a checkpoint if its parent dies.
+Arms run as child processes, one per core if memory holds as many, and show in one table. A child is
+the ordinary command on the arm's own config.yaml; it ends with a checkpoint if its parent dies.
 A part that is complete is skipped, and any other is resumed: an interrupted comparison continues.
 """
 
@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch.distributed as dist
 
 from megatron_stare.compare.worlds import calculator as calculator_world
@@ -287,6 +288,10 @@ def _write_summary(
 
 LOG_NAME = "log.txt"
 _POLL_SECONDS = 0.5
+# Memory of a run on a CPU: its libraries, and a multiple of the files that it starts from (weights,
+# gradients, the optimizer's state, activations, the engine's weights and cache). SmolLM2-135M, of
+# 269 MB, needs 6 to 9 GB.
+_LIBRARIES, _PER_BYTE_OF_WEIGHTS = 1 << 30, 30
 Running = list[tuple[Config, "subprocess.Popen[bytes]"]]
 
 
@@ -301,7 +306,7 @@ def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> dict[str, s
         tail.read()
     failed: dict[str, str] = {}
     waiting = [config for config in configs if not _complete(config, tails)]
-    jobs = max(1, min(len(waiting), os.cpu_count() or 1))
+    jobs = _runs_at_once(waiting)
     threads = max(1, (os.cpu_count() or 1) // jobs)
     total = sum(config.train.num_rollout for config in configs)
     completed = sum(tail.step for tail in tails.values())
@@ -333,6 +338,22 @@ def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> dict[str, s
             running = [one for one, code in zip(running, codes, strict=True) if code is None]
     whole = all(_complete(config, tails) or label(config) in failed for config in configs)
     return failed if whole else None
+
+
+def _runs_at_once(configs: list[Config]) -> int:
+    """One per core, and no more than the available memory holds; a line says so."""
+    wanted = max(1, min(len(configs), os.cpu_count() or 1))
+    folders = {Path(config.policy.hf_checkpoint) for config in configs}
+    weights = max((sum(f.stat().st_size for f in each.rglob("*")) for each in folders), default=0)
+    need, available = _LIBRARIES + _PER_BYTE_OF_WEIGHTS * weights, psutil.virtual_memory().available
+    jobs = max(1, min(wanted, available // need))
+    if jobs < wanted:
+        print(
+            f"{jobs} of {wanted} runs at a time: each may need {need / 1e9:.1f} GB of memory, and "
+            f"{available / 1e9:.1f} GB are available",
+            file=sys.stderr,
+        )
+    return jobs
 
 
 def _beats(running: Running) -> list[int]:

@@ -9,20 +9,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_stare.__main__ import main
+from megatron_stare.compare import compare
 from megatron_stare.compare.compare import (
     ONE_STEP,
     _arm_config,
+    _runs_at_once,
     _write_summary,
     between_losses,
     caveats,
     run_side_by_side,
 )
-from megatron_stare.config import UserError, check_arms, override
+from megatron_stare.config import Config, UserError, check_arms, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.losses import objective_of
 from megatron_stare.recipes import find_recipe
@@ -138,6 +142,54 @@ def test_a_failed_run_ends_no_other(tmp_path: Path) -> None:
         assert len(rows["sound"]) == 3 and 0 < len(rows["lost"]) < 3
         with pytest.raises(UserError, match=r"arm stuck failed: error: scoring\.reward="):
             run_side_by_side([runs["stuck"], runs["sound"]], interrupt)
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("available", "runs", "says"),
+    [(9.9, 3, ""), (2.9, 2, "2 of 3 runs at a time: each may need 1.4 GB"), (0.1, 1, "1 of 3 ")],
+)
+def test_no_more_runs_at_a_time_than_memory_holds(
+    available: float,
+    runs: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A run needs 1 GiB, and 30 times the size of its start."""
+    (tmp_path / "model.safetensors").write_bytes(bytes(10**7))
+    config = override(Config(), [f"policy.hf_checkpoint={tmp_path}"])
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    memory = SimpleNamespace(available=int(available * GB))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert _runs_at_once([config] * 3) == runs
+    assert _runs_at_once([]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(says) and bool(said) == bool(says)
+    memory.available = 99 * GB
+    assert _runs_at_once([config] * 99) == 8
+
+
+def test_with_memory_for_one_run_the_next_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+    start = compare._start
+
+    def noted(config: Config, threads: int) -> subprocess.Popen[bytes]:
+        assert all(child.poll() == 0 for child in begun) and threads == (os.cpu_count() or 1)
+        begun.append(start(config, threads))
+        return begun[-1]
+
+    monkeypatch.setattr(compare, "_start", noted)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=GB))
+    runs = [small_config(tmp_path, f"run.dir={tmp_path / name}") for name in ("first", "second")]
+    with Interrupt() as interrupt:
+        assert run_side_by_side(runs, interrupt) == {}
+    assert len(begun) == 2
 
 
 def compared(directory: Path, losses: str, *overrides: str, code: int = 0) -> str:

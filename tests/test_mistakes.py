@@ -71,6 +71,11 @@ MISTAKES = {
         "with sglang.router_url=http://a:1; set adapters.merge=true, or leave sglang."
         "router_url out",
     ),
+    "layers of a stage without stages": Mistake(
+        "policy.num_layers_in_last_pipeline_stage=1",
+        "policy.num_layers_in_last_pipeline_stage=1 needs policy.pipeline_model_parallel_size above"
+        " 1; set it to 0",
+    ),
     "shared prompts over context ranks": Mistake(
         "policy.shared_prompts=true policy.context_parallel_size=2",
         "policy.shared_prompts=true needs policy.context_parallel_size=1, not 2; set one of them",

@@ -91,8 +91,8 @@ class Setting:
 
     def refusal(self, value: Any) -> str:
         """The message for a value that the setting cannot have."""
-        text = f"{self.key}={_written(value)}"
-        default = "" if self.default is REQUIRED else f"; the default is {_written(self.default)}"
+        text = f"{self.key}={written(value)}"
+        default = "" if self.default is REQUIRED else f"; the default is {written(self.default)}"
         if self.choices:
             return f"{text} is not one of {', '.join(self.choices)}{default}"
         if isinstance(value, int | float) and self._is_number(value):
@@ -118,7 +118,7 @@ class Setting:
         return type(value) is self.kind or (type(value) is int and self.kind is float)
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
     """A value as an override writes it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -242,7 +242,7 @@ def unread(config: Config) -> list[tuple[Readers, list[str]]]:
 
 def reset(key: str) -> str:
     """The override that returns a setting to its default."""
-    return f"{key}={_written(settings()[key].default)}"
+    return f"{key}={written(settings()[key].default)}"
 
 
 def check_readers(config: Config) -> None:
@@ -250,7 +250,7 @@ def check_readers(config: Config) -> None:
     are runs: what they share may be for some of them.
     """
     for one, keys in () if config.compare.arms else unread(config):
-        given = ", ".join(f"{key}={_written(lookup(config, key))}" for key in keys)
+        given = ", ".join(f"{key}={written(lookup(config, key))}" for key in keys)
         needed = one.needed or "=".join([one.key, *map(str, one.values[:1])])
         raise UserError(
             f"{given} {'have' if keys[1:] else 'has'} no effect without {needed}; set that, or "

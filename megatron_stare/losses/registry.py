@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megatron_stare.config import LossConfig, UserError, callable_at, nearest
+from megatron_stare.config.settings import written
 from megatron_stare.losses.distillation import top_k_divergence
 from megatron_stare.losses.kl import kl_penalty
 from megatron_stare.losses.planning import Planner, Step, coefficients, nothing
@@ -193,7 +194,7 @@ class Objective:
         self._weights_settings(config)
         for name in self.unread(config):
             field = FIELD_SETTINGS[name]
-            raise self.refusal(name, f"{field.key}={getattr(config, name)}")
+            raise self.refusal(name, f"{field.key}={written(getattr(config, name))}")
 
     def unread(self, config: LossConfig) -> list[str]:
         """The fields of LossConfig that are set and that neither this objective nor the weights it

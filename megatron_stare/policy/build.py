@@ -316,18 +316,17 @@ def _check_experts(hf: PretrainedConfig, policy: PolicyConfig) -> None:
     """The expert-parallel sizes divide the experts; only a model with experts has such sizes."""
     size, split = policy.expert_model_parallel_size, expert_tensor_size(policy)
     if not any(sparse_layers(hf)):
-        for name, value in (("model", size), ("tensor", policy.expert_tensor_parallel_size)):
-            if value > 1:
+        for name, without in (
+            ("expert_model_parallel_size", (1,)),
+            ("expert_tensor_parallel_size", (0, 1)),
+            ("routing_replay", ("none",)),
+            ("moe_aux_loss_coeff", (0.0,)),
+        ):
+            if (value := getattr(policy, name)) not in without:
                 raise UserError(
-                    f"policy.expert_{name}_parallel_size={value} needs experts; {hf.model_type} "
-                    "has none: set it to 1"
+                    f"policy.{name}={value} needs experts; {hf.model_type} has none: set it to "
+                    f"{without[0]}"
                 )
-        if policy.routing_replay != "none" or policy.moe_aux_loss_coeff:
-            raise UserError(
-                f"policy.routing_replay={policy.routing_replay} and policy.moe_aux_loss_coeff="
-                f"{policy.moe_aux_loss_coeff:g} need experts; {hf.model_type} has none: leave them "
-                "out"
-            )
         return
     fields, names = megatron_fields(hf), FAMILIES[hf.model_type].fields
     experts, top_k = fields["num_moe_experts"], fields["moe_router_topk"]
@@ -368,9 +367,10 @@ def _check_stages(hf: PretrainedConfig, policy: PolicyConfig) -> None:
     given = [count for count in outer if count > 0]
     rest, between = hf.num_hidden_layers - sum(given), stages - len(given)
     if stages == 1 and given:
+        name = "first" if outer[0] else "last"
         raise UserError(
-            "policy.num_layers_in_*_pipeline_stage need pipeline_model_parallel_size above 1; set "
-            "them to 0"
+            f"policy.num_layers_in_{name}_pipeline_stage={given[0]} needs "
+            "policy.pipeline_model_parallel_size above 1; set it to 0"
         )
     if rest < between or (rest % between if between else rest):
         raise UserError(

@@ -376,6 +376,7 @@ def test_controllers_move_once_per_step():
         ("arm", {}, "needs loss.settings.alpha"),
         ("minpro", {}, "needs loss.eps_clip"),
         ("gpg", {"eps_clip": 0.2}, "loss.eps_clip=0.2 has no effect: the objective gpg"),
+        ("gpg", {"gate": False}, "loss.gate=false has no effect: the objective gpg"),
         ("dapo", {"reweight_w": 1.1}, "does not read it; remove it, or use one that does: stare"),
         ("dapo", {"target_entropy": 0.3}, "target_entropy has no effect"),
         ("dapo", {"eps_clip": float("nan")}, "out of range"),

@@ -2,8 +2,8 @@
 
     python -m tools.vocabulary megatron_stare docs README.md
 
-prints each place as `file:line: word -> replacement`. tests/test_vocabulary.py holds the whole
-repository to the list, tools/code_metrics.py counts by it.
+prints each place as `file:line: word -> replacement`. tests/tools/test_vocabulary.py holds the
+whole repository to the list, tools/code_metrics.py counts by it.
 
 Identifiers are split into words first (`_open_flights`, `OpenFlights` -> "open flights"), so that
 one pattern covers code and prose. A pattern leaves out the honest uses of its word.
@@ -27,7 +27,7 @@ CHECKED = (
 ENDINGS = {".py", ".md", ".sh", ".sbatch", ""}
 UNCHECKED = {  # they have to name the words
     "tools/vocabulary.py",
-    "tests/test_vocabulary.py",
+    "tests/tools/test_vocabulary.py",
     "tests/tools/test_code_metrics.py",
 }
 IN_TESTS = {"twin", "twins"}  # naive references, which tests compare with

@@ -16,7 +16,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Rollout
 from tests.forked import Command, train
 from tests.loop.test_trainer import wait_for_step
-from tests.rollout.sglang.test_streaming import wait_until
+from tests.rollout.sglang.test_requests_streaming import wait_until
 from tests.small_run import rows_of, small_config
 from tests.tiny_models import tiny_config, write_checkpoint
 

@@ -421,14 +421,14 @@ TUTORIALS = {
     ),
     ".venv-agents/verifiers/bin/python -m megatron_stare_agents.rows verifiers_v1 "
     '"$(cat examples/agents/verifiers_v1.json)" > rows.jsonl': Elsewhere(
-        "tests/rollout/agents/test_environments.py::test_a_taskset_of_verifiers_with_an_mcp_tool"
+        "tests/rollout/agents/test_agents_environments.py::test_a_taskset_of_verifiers_with_an_mcp_tool"
     ),
     ".venv-agents/textarena/bin/python -m megatron_stare_agents.rows text_arena "
     '"$(cat examples/agents/text_arena.json)" > rows.jsonl': Elsewhere(
-        "tests/rollout/agents/test_games.py::test_each_player_gets_its_own_reward"
+        "tests/rollout/agents/test_agents_games.py::test_each_player_gets_its_own_reward"
     ),
     f"{TRAIN_TINY} scoring.reward=judge 'judge.urls=[http://node1:30000/v1]' judge.kind=score": (
-        Elsewhere("tests/scoring/llm_judge/test_runs.py")
+        Elsewhere("tests/scoring/llm_judge/test_llm_judge_runs.py")
     ),
     f"{TRAIN_TINY} loss.name=my_losses.bounded loss.settings.limit=1.5 "
     "train.num_steps_per_rollout=2 run.dir=runs/bounded": tiny(*FEW),

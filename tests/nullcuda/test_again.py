@@ -8,10 +8,6 @@ import pytest
 
 from tests.debug.test_doctor import test_the_environment_of_the_tests_is_ready
 from tests.policy.test_tuning import test_impossible_switches_are_refused
-from tests.rollout.sglang.test_checksums import (
-    test_a_layers_experts_are_two_tensors_and_on_a_gpu_not_compared,
-    test_a_mismatch_names_the_tensor,
-)
 from tests.rollout.sglang.test_launch import (
     test_a_speculating_server_drafts_one_chain,
     test_attached_servers_must_speculate_as_configured,
@@ -22,6 +18,10 @@ from tests.rollout.sglang.test_process import (
     test_another_environments_python_is_named,
     test_another_version_of_nccl_is_reported,
     test_the_trainers_python_starts_servers_only_where_it_has_sglang,
+)
+from tests.rollout.sglang.test_weights_checksums import (
+    test_a_layers_experts_are_two_tensors_and_on_a_gpu_not_compared,
+    test_a_mismatch_names_the_tensor,
 )
 from tests.sync.test_weight_sync import (
     test_a_failure_before_the_first_nccl_tensor_falls_back_to_gloo,

@@ -27,7 +27,7 @@ from megatron_stare.policy.topology import Topology
 from tests.distributed import run_distributed
 from tests.paths import ROOT
 from tests.rollout.sglang.fake_server import fake_servers
-from tests.rollout.sglang.test_streaming import wait_until
+from tests.rollout.sglang.test_requests_streaming import wait_until
 from tests.small_run import rows_of, small_config
 
 

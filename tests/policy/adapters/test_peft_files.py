@@ -20,7 +20,7 @@ from megatron_stare.policy.adapters.peft_files import CONFIG, WEIGHTS, PeftDirec
 from megatron_stare.policy.huggingface.weights import content_fingerprint
 from tests.distributed import run_distributed
 from tests.policy.adapters.test_attach import EP, LATENT, PP, RANK, SP, SPREAD, TP, WHOLE
-from tests.policy.adapters.test_experts import in_one_tensor
+from tests.policy.adapters.test_low_rank_experts import in_one_tensor
 from tests.policy.checkpoints.test_optimizer_state import actor_of, save, update
 from tests.policy.conversion.conftest import refused
 from tests.tiny_models import tiny_config, write_checkpoint

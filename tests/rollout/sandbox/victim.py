@@ -3,7 +3,7 @@
     python victim.py ISOLATION NAMESPACES LANDLOCK
 
 Prints one line of JSON: what protected it (`held`), what the program could read and change, and
-what it could still do with its own (`own`). Run by test_unprivileged.py.
+what it could still do with its own (`own`). Run by test_protections.py.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from megatron_stare.rollout.sglang.answers import Received
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from tests.rollout.agents.scripted import PARAMS, agents, request
-from tests.rollout.sglang.test_streaming import wait_until
+from tests.rollout.sglang.test_requests_streaming import wait_until
 from tests.rollout.sglang.world import (
     CHECKSUMS,
     STREAM_INTERVAL,

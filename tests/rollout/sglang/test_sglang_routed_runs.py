@@ -19,7 +19,7 @@ from megatron_stare.rollout.sglang.process import ServerProcess
 from tests.debug.test_replay_experts import SETTINGS, check_taken, check_whole, kill_midway
 from tests.forked import train
 from tests.policy.test_experts import shape_of
-from tests.rollout.sglang.test_router import generated, started_router
+from tests.rollout.sglang.test_sglang_router import generated, started_router
 from tests.rollout.sglang.world import NEWER, VERIFY, make_model, start_server, wait_for
 from tests.small_run import rows_of, small_config
 

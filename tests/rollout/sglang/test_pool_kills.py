@@ -44,7 +44,7 @@ SETTINGS = (
     f"rollout.rollout_batch_size={PROMPTS}",
     f"rollout.n_samples_per_prompt={SAMPLES}",
     "rollout.dynamic_sampling=false",  # one round of generation per step
-    "scoring.reward=tests.rollout.sglang.test_fleet.recorded",
+    "scoring.reward=tests.rollout.sglang.test_pool_kills.recorded",
     f"train.num_rollout={STEPS}",
 )
 

@@ -1,4 +1,4 @@
-"""The metrics of a package of a few lines, counted by hand."""
+"""The metrics of a package of a few lines, counted by hand; those of ours that must be zero."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
-from tools.code_metrics import metrics_of
+from tools.code_metrics import Metric, metrics_of
 
 FILES = {
     "__init__.py": '"""A package."""\n',
@@ -71,6 +71,18 @@ def test_metrics_of_a_small_package(checkout: Path) -> None:
     assert list(found["functions over 60 lines"].names) == ["megatron_stare/a.py:long (62)"]
     assert list(found["of them under 80 lines"].names) == ["megatron_stare/b/tool.py (6)"]
     assert list(found["file names in over 2 folders"].names) == ["tool.py (3)"]
+
+
+@pytest.mark.parametrize(
+    "title", ["class names that occur twice", "file names in over 2 folders", "retired words"]
+)
+def test_the_package_has_no_ambiguous_name(title: str, package: dict[str, Metric]) -> None:
+    assert not package[title].names
+
+
+@pytest.fixture(scope="module")
+def package() -> dict[str, Metric]:
+    return {metric.title.strip(): metric for metric in metrics_of(ROOT)}
 
 
 def test_a_cycle_through_a_function_is_found(checkout: Path) -> None:

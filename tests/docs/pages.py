@@ -1,4 +1,4 @@
-"""The blocks of README.md, AGENTS.md and docs/, and the shell commands in them."""
+"""The blocks of the pages, and the shell commands in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from tests.paths import ROOT
 
-PAGES = (ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md")))
+_OUTSIDE_OF_DOCS = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "slurm/README.md")
+PAGES = (*(ROOT / name for name in _OUTSIDE_OF_DOCS), *sorted((ROOT / "docs").rglob("*.md")))
 # A command starts with a program or a file of the repository, perhaps after `VARIABLE=value`.
 _PROGRAMS = (
     "python|python3|pip|hf|make|torchrun|pytest|cat|ls|cp|mv|rm|mkdir|cd|export|git|bash|sh|curl|wget|"

@@ -1,4 +1,4 @@
-"""The execution of each command of README.md and docs/*.md: one entry each, no more and no less."""
+"""The execution of each command of the pages: one entry each, no more and no less."""
 
 from __future__ import annotations
 
@@ -72,11 +72,6 @@ README = {
     f"{TORCHRUN} evaluate runs/math": Run(needs=(TRAIN,)),
     f"{PYTHON} report runs/math": Run(needs=(TRAIN,)),
     f"{PYTHON} compare quickstart --losses stare,grpo_ds,clip_cov,gspo --seeds 0,1": COMPARED,
-    "ROLLOUT_NODES=2 sbatch --nodes 6 slurm/train.sbatch short_cot_7b "
-    "policy.hf_checkpoint=/models/Qwen2.5-Math-7B data.prompt_data=/data/dapo17k.parquet "
-    "run.dir=/runs/math": Elsewhere(
-        "tests/slurm/test_serve_sglang.py::test_one_server_across_two_nodes_of_the_job"
-    ),
     GRADE: Run(),
     f"{PYTHON} convert megatron-to-hf runs/math exported/": Run(needs=(TRAIN,)),
     f"{PYTHON} quantize MODEL TARGET --calibration dapo17k.parquet": Run(markers=SLOW),
@@ -356,6 +351,24 @@ PYTEST = Elsewhere(
 IMAGE = Elsewhere(
     "tests/tools/test_gpu_build.py::test_the_image_is_linted_and_each_command_is_valid"
 )
+SLURM_RUN = (
+    "slurm/train.sbatch short_cot_7b policy.hf_checkpoint=/models/Qwen2.5-Math-7B "
+    "data.prompt_data=/data/dapo17k.parquet run.dir=/runs/math"
+)
+SLURM = {
+    f"PROCESSES_PER_NODE=4 sbatch --nodes 1 {SLURM_RUN}": Elsewhere(
+        "tests/slurm/test_train.py::test_one_node_trains_as_two_nodes_do"
+    ),
+    f"ROLLOUT_NODES=2 sbatch --nodes 6 {SLURM_RUN}": Elsewhere(
+        "tests/slurm/test_serve_sglang.py::test_one_server_across_two_nodes_of_the_job"
+    ),
+    "SERVER_GPUS=4 sbatch --nodes 4 : --nodes 2 --exclusive --mem 0 --gpus-per-node 4 "
+    f"{SLURM_RUN}": Elsewhere(
+        "tests/slurm/test_serve_sglang.py"
+        "::test_a_heterogeneous_job_trains_on_one_kind_of_node_and_serves_on_the_other"
+    ),
+    ".venv/bin/python -m pytest -m slurm tests/slurm/test_slurm_faults.py": PYTEST,
+}
 HOUSE = {
     "make setup": make("setup"),
     "make gpu": make("gpu"),
@@ -363,6 +376,8 @@ HOUSE = {
     "docker build --tag megatron-stare .": IMAGE,
     "make check": make("check"),
     "make docs": make("docs"),
+    **{f"make {name}": make(name) for name in ("slow", "trainers", "browser", "nullcuda")},
+    **{f"make {name}": make(name) for name in ("slurm-test", "bench")},
     ".venv/bin/python -m pytest -q tests/losses": PYTEST,
     ".venv/bin/python -m pytest -q tests/test_architecture.py": PYTEST,
 }
@@ -440,6 +455,7 @@ TUTORIALS = {
 COMMANDS: dict[str, Run | Elsewhere] = (
     README
     | PRINTING
+    | SLURM
     | HOUSE
     | TUTORIALS
     | OF_RECIPES

@@ -25,7 +25,6 @@ from tests.paths import ROOT
 # docs/configuration.md is generated from the sentences of the fields.
 GENERATED = ("configuration.md",)
 PROSE = [file for file in PAGES if file.name not in GENERATED]
-PROSE += [ROOT / "CONTRIBUTING.md", ROOT / "slurm/README.md"]
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 _HEADING_LINK = re.compile(r"\]\(([\w./-]*\.md)?#([^)\s]+)\)")
 LARGEST_PICTURE = 150_000  # bytes

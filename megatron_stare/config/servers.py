@@ -93,10 +93,10 @@ class SGLangConfig:
     weights: Literal["policy", "fp8", "fp8_uncorrected"] = "policy"
     """Number format of the servers' weights: that of the policy, or E4M3 blocks of 128 x 128
     (docs/fp8_servers.md); `fp8_uncorrected` allows fp8 without a mismatch correction."""
-    sync_method: Literal["broadcast", "tensor", "disk", "delta"] = "broadcast"
+    sync_method: Literal["broadcast", "tensor", "disk", "delta"] | None = None
     """Transport of new weights: `broadcast` over NCCL (gloo on a CPU), `tensor` over HTTP or as
-    memory handles if colocated, `disk` through files, `delta` sends only changes to weight
-    relays."""
+    memory handles if colocated, `disk` through files, `delta` sends only changes to weight relays;
+    unset uses `tensor` for colocated servers, else `broadcast`."""
     sync_bucket_mib: Count = 512
     """Size in MiB of the buckets in which weights are sent; it bounds the extra memory of a weight
     sync."""
@@ -114,6 +114,11 @@ class SGLangConfig:
     """Address at which servers reach this trainer; empty detects it."""
     verify_weights: bool = True
     """Compare checksums of the weights after every weight sync."""
+
+    @property
+    def transport(self) -> str:
+        """sglang.sync_method, or what it is where it is unset."""
+        return self.sync_method or ("tensor" if self.colocated else "broadcast")
 
 
 @section

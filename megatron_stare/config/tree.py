@@ -313,8 +313,8 @@ def _check_servers(config: Config) -> None:
     if servers.colocated and servers.sync_method == "broadcast":
         raise UserError(
             "sglang.sync_method=broadcast needs separate GPUs for trainer and servers, and "
-            "sglang.colocated=true shares them; set sglang.sync_method=tensor, which then passes "
-            "memory handles, or disk"
+            "sglang.colocated=true shares them; leave it out, so that memory handles are passed, "
+            "or set it to disk"
         )
     if servers.colocated and config.rollout.asynchrony != "on_policy":
         raise UserError(

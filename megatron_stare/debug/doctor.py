@@ -285,7 +285,7 @@ def servers(config: Config) -> Iterator[Finding]:
             yield Finding("FAIL", url, said, "start it, or correct sglang.urls and sglang.api_key")
     if not config.sglang.urls:
         yield from _launched(config)
-    elif on_gpu() and config.sglang.sync_method == "broadcast":
+    elif on_gpu() and config.sglang.transport == "broadcast":
         yield nccl_finding(own_nccl_version(), servers_nccl(config.sglang))
     if config.sglang.sync_method == "delta":
         yield from (_relay(url, key) for url in config.sglang.relays)
@@ -348,7 +348,7 @@ def _launched(config: Config) -> Iterator[Finding]:
         return
     yield _sglang("SGLang", done.stdout.strip())
     yield from _glibc(platform.libc_ver()[1])
-    if on_gpu() and config.sglang.sync_method == "broadcast":
+    if on_gpu() and config.sglang.transport == "broadcast":
         yield nccl_finding(own_nccl_version(), nccl_version([python]))
 
 

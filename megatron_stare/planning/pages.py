@@ -280,8 +280,7 @@ def _by_tokens() -> list[tuple[str, ...]]:
 
 def _halves() -> Config:
     """The scaled recipe with servers of 4 GPUs on GPUs of their own."""
-    words = "sglang.colocated=false sglang.sync_method=broadcast"
-    words += " policy.offload_while_generating=false sglang.gpus_per_server=4"
+    words = "sglang.colocated=false policy.offload_while_generating=false sglang.gpus_per_server=4"
     return override(find_recipe(SCALED), words.split())
 
 

@@ -201,9 +201,9 @@ def sync_seconds(config: Config, whole: float, sent: float, machine: Machine) ->
     """
     size = float(config.sglang.sync_bucket_mib << 20)
     bucket, count = min(sent, size), math.ceil(sent / size)
-    if config.sglang.sync_method == "tensor":
+    if config.sglang.transport == "tensor":
         return whole / machine.link_rate(1) + count * machine.handle_seconds
-    overlapped = sent - bucket if config.sglang.sync_method == "broadcast" else 0.0
+    overlapped = sent - bucket if config.sglang.transport == "broadcast" else 0.0
     moved = (whole + sent - overlapped) / machine.link_rate(machine.gpus_per_node + 1)
     return moved + count * machine.bucket_seconds
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_stare.config import Config, PolicyConfig, UserError, differences, override
+from megatron_stare.config.settings import written
 from megatron_stare.planning.machine import H100, Machine
 from megatron_stare.planning.plan import RunPlan, make_plan
 from megatron_stare.planning.ranks import RankCounts, stage_counts
@@ -55,10 +56,10 @@ def placements(config: Config, cluster: Cluster) -> list[tuple[Config, Cluster]]
         return []
     found = []
     if not servers.colocated:
-        words = "sglang.colocated=true sglang.sync_method=tensor rollout.asynchrony=on_policy"
+        words = "sglang.colocated=true sglang.sync_method=null rollout.asynchrony=on_policy"
         found.append((f"{words} policy.offload_while_generating=true", Cluster(gpus, 0)))
     if servers.colocated or config.rollout.asynchrony == "on_policy":
-        words = "sglang.colocated=false sglang.sync_method=broadcast"
+        words = "sglang.colocated=false sglang.sync_method=null"
         words += " policy.offload_while_generating=false rollout.asynchrony=one_step_off"
         found.append((words, Cluster(gpus, cluster.rollout_gpus or gpus)))
     return [(override(config, words.split()), placed) for words, placed in found]
@@ -66,10 +67,7 @@ def placements(config: Config, cluster: Cluster) -> list[tuple[Config, Cluster]]
 
 def changes(config: Config, plan: RunPlan) -> list[str]:
     """The overrides that make `config` the plan's."""
-    return [
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
-        for key, _, value in differences(config, plan.config)
-    ]
+    return [f"{key}={written(value)}" for key, _, value in differences(config, plan.config)]
 
 
 def _layouts(config: Config, most: int, machine: Machine) -> Iterator[tuple[PolicyConfig, int]]:

@@ -111,7 +111,6 @@ def colocated(trainer_gpus: int, gpus_per_server: int) -> SGLangConfig:
     """
     return SGLangConfig(
         colocated=True,
-        sync_method="tensor",
         num_servers=min(8, trainer_gpus) // gpus_per_server,
         gpus_per_server=gpus_per_server,
     )

@@ -80,7 +80,7 @@ class ServedEngine:
         """`workers`: processes that send requests to the same servers, and learn their state."""
         self.topology, self.version, self.sources = topology, -1, 1
         self.colocated = config.sglang.colocated
-        self._hands_out = self.colocated and config.sglang.sync_method == "tensor"
+        self._hands_out = self.colocated and config.sglang.transport == "tensor"
         self._bucket_bytes = config.sglang.sync_bucket_mib << 20
         self.pool: SGLangPool | None = None
         self._announcer: Announcer | None = None

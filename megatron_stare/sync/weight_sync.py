@@ -93,7 +93,7 @@ class WeightSync:
             "disk": lambda: DiskTransport(pool, settings, model, directory),
             "delta": lambda: RelayTransport(pool, settings, model),
         }
-        self.transport = transports[settings.sync_method]()
+        self.transport = transports[settings.transport]()
         self._seconds: dict[str, float] = {}
         samples = not self.transport.counts_changes and not pool.model.adapters
         self._changes = ChangeSampler() if samples else None

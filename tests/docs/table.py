@@ -132,12 +132,13 @@ ALGORITHMS = RESAMPLING | {
     )
     for name in ("", " ce_gppo")
 }
+APART = (  # servers on GPUs of their own
+    f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false sglang.first_gpu=4"
+)
 ASYNCHRONY = {
-    f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false "
-    "rollout.asynchrony=one_step_off": (another_run("runs/one_step_off")),
-    f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false "
-    "rollout.asynchrony=fully_async "
-    "rollout.max_staleness=2 mismatch.correction=token_tis": another_run("runs/fully_async"),
+    f"{APART} rollout.asynchrony=one_step_off": another_run("runs/one_step_off"),
+    f"{APART} rollout.asynchrony=fully_async rollout.max_staleness=2 "
+    "mismatch.correction=token_tis": another_run("runs/fully_async"),
 }
 MISMATCH = {
     f"{PYTHON} parity runs/math rollout.engine=sglang": Run(
@@ -257,11 +258,12 @@ ROUTER = (
     "--health-check-interval-secs 5 --health-failure-threshold 1"
 )
 TRAIN_ON_SERVERS = (
-    f"{TORCHRUN} train runs/math rollout.engine=sglang "
+    f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false "
     "'sglang.urls=[http://node1:30000,http://node1:30001]'"
 )
 TRAIN_WITH_ROUTER = (
-    f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.router_url=http://node1:8000"
+    f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false "
+    "sglang.router_url=http://node1:8000"
 )
 LORA_RUN = (
     f"{TORCHRUN} train short_cot_7b policy.hf_checkpoint=/models/Qwen2.5-Math-7B "
@@ -272,9 +274,8 @@ LORA = {
     f"{PYTHON} convert megatron-to-peft runs/lora adapters": Run(needs=(LORA_RUN,), markers=SLOW),
     f"{PYTHON} convert megatron-to-hf runs/lora merged": Run(needs=(LORA_RUN,), markers=SLOW),
     f"{PYTHON} plan long_cot_32b_lora": Run(),
-    f"{PYTHON} plan long_cot_32b_lora --rollout-gpus 8 adapters.merge=false "
-    "sglang.colocated=false sglang.sync_method=broadcast rollout.asynchrony=one_step_off "
-    "policy.offload_while_generating=false": Run(),
+    f"{PYTHON} plan long_cot_32b_lora --rollout-gpus 8 adapters.merge=false sglang.colocated=false "
+    "rollout.asynchrony=one_step_off policy.offload_while_generating=false": Run(),
 }
 DISTILLED = {
     f"{PYTHON} plan short_cot_7b policy.ref_hf_checkpoint=Qwen2.5-7B loss.distillation_coef=1 "
@@ -284,9 +285,8 @@ DISTILLED = {
     '"sglang.reference_urls=[http://node7:30000,http://node8:30000]"': Run(),
 }
 SGLANG = {
-    f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false "
-    "rollout.asynchrony=fully_async rollout.max_staleness=2 mismatch.correction=token_tis "
-    "rollout.cache_over_versions=kept": Elsewhere(
+    f"{APART} rollout.asynchrony=fully_async rollout.max_staleness=2 "
+    "mismatch.correction=token_tis rollout.cache_over_versions=kept": Elsewhere(
         "tests/rollout/sglang/test_sglang_kept_cache.py::test_a_run_with_kept_caches_trains"
     ),
     f"{PYTHON} train run.yaml sglang.speculation=ngram sglang.draft_tokens=4": Elsewhere(

@@ -69,8 +69,7 @@ class ShortRun:
                 "policy.sequence_parallel=true",
             ]
         if servers == 0 and not small:
-            self.settings += ["sglang.colocated=true", "sglang.sync_method=tensor"]
-            self.settings += ["policy.offload_while_generating=true"]
+            self.settings += ["sglang.colocated=true", "policy.offload_while_generating=true"]
         self.settings += [f"sglang.first_gpu={self.ranks}"] if self.apart else []
         self.settings += [*options, *day.overrides]
 

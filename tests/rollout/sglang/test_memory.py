@@ -81,5 +81,8 @@ def test_a_server_that_cannot_give_memory_back_is_refused(
 
 
 def test_nccl_cannot_broadcast_to_a_gpu_it_shares(tmp_path: Path):
-    with pytest.raises(UserError, match=r"set sglang.sync_method=tensor"):
-        small_config(tmp_path, "rollout.engine=sglang", "sglang.colocated=true")
+    shared = ("rollout.engine=sglang", "sglang.colocated=true")
+    with pytest.raises(UserError, match=r"shares them; leave it out, so that memory handles"):
+        small_config(tmp_path, *shared, "sglang.sync_method=broadcast")
+    assert small_config(tmp_path, *shared).sglang.transport == "tensor"
+    assert small_config(tmp_path, shared[0]).sglang.transport == "broadcast"

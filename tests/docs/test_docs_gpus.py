@@ -4,6 +4,7 @@ too, on a machine without a GPU.
 
 from __future__ import annotations
 
+import itertools
 import shlex
 
 import pytest
@@ -13,23 +14,18 @@ from megatron_stare.config import override
 from megatron_stare.recipes import CLUSTERS, find_recipe
 from tests.docs.pages import commands
 
-LAUNCHER = "torchrun --nproc-per-node "
 RUNS = {"runs/math": "short_cot_7b", "runs/lora": "short_cot_7b"}  # the recipe of a page's run
 H100_BYTES = 80e9
 
 
-def trained() -> dict[str, tuple[int, str, list[str]]]:
-    """Command -> ranks, recipe and overrides."""
+def trained() -> dict[str, list[str]]:
+    """The words of the commands that train a recipe under torchrun."""
     found = {}
     for command in commands():
         words = shlex.split(command)
-        if not command.startswith(LAUNCHER) or "train" not in words:
-            continue
-        ranks, source, *given = (words[2], *words[words.index("train") + 1 :])
-        recipe = RUNS.get(source, source)
-        if recipe in CLUSTERS:
-            overrides = [word for word in given if "=" in word]
-            found[command] = (int(ranks), recipe, overrides)
+        source = words[words.index("train") + 1] if "train" in words else ""
+        if words[0] == "torchrun" and RUNS.get(source, source) in CLUSTERS:
+            found[command] = words
     return found
 
 
@@ -38,11 +34,15 @@ TRAINED = trained()
 
 @pytest.mark.parametrize("command", TRAINED)
 def test_a_command_of_the_pages_is_not_refused_on_gpus(command: str) -> None:
-    ranks, recipe, overrides = TRAINED[command]
-    config = override(find_recipe(recipe), overrides)
-    refuse_what_cannot_fit(config, ranks, ranks, H100_BYTES)
+    words = TRAINED[command]
+    place = words.index("train")
+    launcher, source, given = words[:place], words[place + 1], words[place + 2 :]
+    sizes = dict(itertools.pairwise(launcher))
+    nodes, local = int(sizes.get("--nnodes", 1)), int(sizes["--nproc-per-node"])
+    config = override(find_recipe(RUNS.get(source, source)), [w for w in given if "=" in w])
+    refuse_what_cannot_fit(config, nodes * local, local, H100_BYTES)
 
 
 def test_the_pages_have_such_commands() -> None:
     asynchronous = [command for command in TRAINED if "rollout.asynchrony=" in command]
-    assert len(TRAINED) >= 8 and len(asynchronous) >= 3
+    assert len(TRAINED) >= 26 and len(asynchronous) >= 3

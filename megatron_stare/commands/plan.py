@@ -75,11 +75,11 @@ def refuse_on_gpus(config: Config) -> None:
     import torch
 
     if torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(0).total_memory
+        memory, gpus = torch.cuda.get_device_properties(0).total_memory, torch.cuda.device_count()
         world, local = (
             int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
         )
-        refuse_what_cannot_fit(config, world, local, memory)
+        refuse_what_cannot_fit(config, world, local, memory, gpus)
 
 
 def with_server_memory(config: Config) -> Config:
@@ -113,20 +113,28 @@ def colocated_share(config: Config, ranks: int, memory_bytes: float) -> float:
 
 
 def refuse_what_cannot_fit(
-    config: Config, world_size: int, local_size: int, memory_bytes: float
+    config: Config, world_size: int, local_size: int, memory_bytes: float, gpus: int
 ) -> None:
     """UserError if a rank needs more memory than its GPU has, or if launched servers would use GPUs
-    that train. `local_size` is the number of ranks on this node.
+    that train or that this node does not have. `local_size` is the number of its ranks.
     """
     served, servers = config.rollout.engine == "sglang", config.sglang
     launched = served and not (servers.urls or servers.router_url or servers.colocated)
     placed = "base-gpu-id" in servers.server_args or "CUDA_VISIBLE_DEVICES" in servers.command
-    if launched and not placed and servers.first_gpu < local_size:
+    first = local_size if servers.first_gpu is None else servers.first_gpu
+    if launched and not placed and first < local_size:
         raise UserError(
-            f"sglang.first_gpu={servers.first_gpu} is one of the {local_size} GPUs that train "
-            "here; set it to a GPU after them, or give running servers in sglang.urls"
+            f"sglang.first_gpu={first} is one of the {local_size} GPUs that train here; leave it "
+            "out, or give running servers in sglang.urls"
         )
     count = len(servers.urls) or servers.num_servers
+    last = first + count * servers.gpus_per_server - 1
+    if launched and not placed and last >= gpus:
+        raise UserError(
+            f"sglang.num_servers={count} with sglang.gpus_per_server={servers.gpus_per_server} "
+            f"need the GPUs {first} to {last}, and this node has {gpus}; lower them, set "
+            "sglang.colocated=true, or give running servers in sglang.urls"
+        )
     cluster = Cluster(world_size, count * servers.gpus_per_server)
     machine = dataclasses.replace(H100, memory_bytes=memory_bytes, reserve=0.0)
     plan = make_plan(config, cluster, machine)

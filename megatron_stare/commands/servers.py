@@ -50,7 +50,8 @@ def serve(config: Config, interrupt: Interrupt) -> None:
     cannot start. Where sglang.server_args has a --node-rank above 0, this is one node's share of a
     server whose first node is asked: it ends and starts with that one.
     """
-    settings = dataclasses.replace(config.sglang, urls=[], router_url="")
+    first = config.sglang.first_gpu or 0
+    settings = dataclasses.replace(config.sglang, urls=[], router_url="", first_gpu=first)
     model = served_model(config, load_tokenizer(config.policy.hf_checkpoint))
     write_start(model)
     if head := _head(settings):

@@ -37,9 +37,10 @@ class SGLangConfig:
     """Number of servers that the run starts."""
     gpus_per_server: Count = 1
     """Number of GPUs over which a started server splits the model (its --tp-size)."""
-    first_gpu: Whole = 0
+    first_gpu: Whole | None = None
     """Number of the first GPU of the first started server on this machine; later servers use the
-    next GPUs."""
+    next GPUs. Unset is the GPU after those that train here, and 0 for colocated servers and for the
+    command `serve`."""
     python: str = ""
     """Python interpreter with SGLang that starts a server; empty uses SGLANG_PYTHON, else the
     trainer's interpreter on CUDA and that of .venv-sglang on a CPU."""

@@ -58,14 +58,17 @@ def test_a_plan_names_missing_words(capsys: pytest.CaptureFixture[str]) -> None:
 def test_training_is_refused_before_anything_is_launched() -> None:
     """As the command does it on a node of H100s."""
     config = find_recipe("short_cot_7b")
-    refuse_what_cannot_fit(config, 4, 4, 80e9)
+    refuse_what_cannot_fit(config, 4, 4, 80e9, 4)
     with pytest.raises(UserError, match="--force starts the run"):
-        refuse_what_cannot_fit(config, 4, 4, 40e9)
-    apart = override(config, ["sglang.colocated=false", "sglang.sync_method=broadcast"])
-    with pytest.raises(UserError, match="one of the 4 GPUs that train"):
-        refuse_what_cannot_fit(apart, 4, 4, 80e9)
-    elsewhere = override(apart, ["sglang.urls=[http://node1:30000]"])
-    refuse_what_cannot_fit(elsewhere, 4, 4, 80e9)
+        refuse_what_cannot_fit(config, 4, 4, 40e9, 4)
+    apart = override(config, ["sglang.colocated=false"])
+    refuse_what_cannot_fit(apart, 4, 4, 80e9, 8)
+    with pytest.raises(UserError, match="need the GPUs 4 to 7, and this node has 7; lower them"):
+        refuse_what_cannot_fit(apart, 4, 4, 80e9, 7)
+    with pytest.raises(UserError, match=r"first_gpu=3 is one of the 4 GPUs that train here; leave"):
+        refuse_what_cannot_fit(override(apart, ["sglang.first_gpu=3"]), 4, 4, 80e9, 8)
+    for elsewhere in ("sglang.urls=[http://node1:30000]", "sglang.server_args=--base-gpu-id 0"):
+        refuse_what_cannot_fit(override(apart, [elsewhere]), 4, 4, 80e9, 4)
 
 
 @pytest.mark.parametrize("name", [name for name in CLUSTERS if "grpo" not in name])

@@ -133,7 +133,7 @@ ALGORITHMS = RESAMPLING | {
     for name in ("", " ce_gppo")
 }
 APART = (  # servers on GPUs of their own
-    f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false sglang.first_gpu=4"
+    f"{TORCHRUN} train runs/math rollout.engine=sglang sglang.colocated=false"
 )
 ASYNCHRONY = {
     f"{APART} rollout.asynchrony=one_step_off": another_run("runs/one_step_off"),

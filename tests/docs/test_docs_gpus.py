@@ -40,7 +40,7 @@ def test_a_command_of_the_pages_is_not_refused_on_gpus(command: str) -> None:
     sizes = dict(itertools.pairwise(launcher))
     nodes, local = int(sizes.get("--nnodes", 1)), int(sizes["--nproc-per-node"])
     config = override(find_recipe(RUNS.get(source, source)), [w for w in given if "=" in w])
-    refuse_what_cannot_fit(config, nodes * local, local, H100_BYTES)
+    refuse_what_cannot_fit(config, nodes * local, local, H100_BYTES, gpus=8)
 
 
 def test_the_pages_have_such_commands() -> None:

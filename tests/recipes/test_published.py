@@ -82,7 +82,7 @@ def test_servers_fill_the_gpus_of_the_trainer() -> None:
     for name, cluster in CLUSTERS.items():
         servers = find_recipe(name).sglang
         here = servers.num_servers * servers.gpus_per_server
-        assert cluster.rollout_gpus == servers.first_gpu == 0
+        assert cluster.rollout_gpus == 0 and servers.first_gpu is None
         assert here == min(8, cluster.trainer_gpus) and cluster.trainer_gpus % here == 0
     assert len(RECIPES) == 4 + 2 * len(CLUSTERS)
 

@@ -70,7 +70,6 @@ class ShortRun:
             ]
         if servers == 0 and not small:
             self.settings += ["sglang.colocated=true", "policy.offload_while_generating=true"]
-        self.settings += [f"sglang.first_gpu={self.ranks}"] if self.apart else []
         self.settings += [*options, *day.overrides]
 
     @property

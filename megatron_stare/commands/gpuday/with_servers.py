@@ -197,7 +197,8 @@ def _rates(config: Config, day: Day) -> Iterator[Measurement]:
     """Seconds of a decoding step against the plan, and the figures that fit them best."""
     few, many = (4, 12) if day.rehearsal else (FEW, MANY)
     model = served_model(config, load_tokenizer(config.policy.hf_checkpoint))
-    with contextlib.closing(SGLangPool(config.sglang, model, day.path / "rates")) as pool:
+    alone = dataclasses.replace(config.sglang, first_gpu=0)  # nothing trains meanwhile
+    with contextlib.closing(SGLangPool(alone, model, day.path / "rates")) as pool:
         pool.start().result()
         url, spent = pool.servers[0].client.url, dict[int, float]()
         for count in SEQUENCES[: 2 if day.rehearsal else None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -59,8 +60,10 @@ def worker_urls(router_url: str, key: str = "") -> list[str]:
 
 def placement(settings: SGLangConfig, number: int) -> list[str]:
     """The arguments that give launched server `number` GPUs of its own."""
-    size = settings.gpus_per_server
-    first = settings.first_gpu + number * size
+    size, first = settings.gpus_per_server, settings.first_gpu
+    if first is None:
+        first = 0 if settings.colocated else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    first += number * size
     split = ["--tp-size", str(size)] if size > 1 else []
     return split + (["--base-gpu-id", str(first)] if first and torch.cuda.is_available() else [])
 

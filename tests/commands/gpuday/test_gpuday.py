@@ -184,7 +184,6 @@ def test_the_runs_of_the_kit_are_valid_and_fit_their_gpus(
     assert short.ranks + short.apart <= gpus
     assert config.sglang.colocated == (servers == 0)
     assert config.sglang.num_servers == (apart or gpus)
-    assert config.sglang.first_gpu == (short.ranks if apart else 0)
     assert ("torch.distributed.run" in short.command()) == (short.ranks > 1)
 
 

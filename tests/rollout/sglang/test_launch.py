@@ -28,7 +28,11 @@ def test_servers_of_a_node_take_consecutive_gpus(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert placement(settings, 0) == ["--tp-size", "2", "--base-gpu-id", "4"]
     assert placement(settings, 1) == ["--tp-size", "2", "--base-gpu-id", "6"]
-    assert placement(SGLangConfig(), 0) == []
+    assert placement(SGLangConfig(colocated=True), 0) == []
+    assert placement(SGLangConfig(), 0) == ["--base-gpu-id", "1"], "one process trains"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert placement(SGLangConfig(), 1) == ["--base-gpu-id", "5"]
+    assert placement(SGLangConfig(first_gpu=0), 0) == []
 
 
 @pytest.mark.parametrize("shared", [0, 1])

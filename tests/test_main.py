@@ -89,7 +89,7 @@ BAD_INPUT: dict[str, tuple] = {
     ),
     "uneven stages alone": (
         ["train", "{recipe}", "policy.num_layers_in_first_pipeline_stage=1"],
-        "need pipeline_model_parallel_size above 1",
+        "num_layers_in_first_pipeline_stage=1 needs policy.pipeline_model_parallel_size above 1",
     ),
     "sequence parallelism alone": (
         ["train", "{recipe}", "policy.sequence_parallel=true"],

@@ -93,12 +93,13 @@ def _quantize(options: argparse.Namespace) -> int:
 )
 def _serve(options: argparse.Namespace) -> int:
     config = config_of(options.source, options.overrides)
-    from megatron_stare.commands.plan import with_server_memory
+    from megatron_stare.commands.plan import share_memory
     from megatron_stare.commands.servers import serve
     from megatron_stare.loop.interrupt import Interrupt
 
     with Interrupt(exits=True) as interrupt:
-        serve(with_server_memory(config), interrupt)
+        share_memory(config)
+        serve(config, interrupt)
     return 0
 
 

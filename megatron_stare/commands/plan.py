@@ -7,10 +7,11 @@ import math
 import os
 from pathlib import Path
 
-from megatron_stare.config import Config, UserError, override
+from megatron_stare.config import Config, UserError
+from megatron_stare.config.servers import MEMORY_SHARE, SHARE_VARIABLE
 from megatron_stare.planning.machine import H100, read_machine
 from megatron_stare.planning.plan import make_plan
-from megatron_stare.planning.serving import MEMORY_SHARE, static_share
+from megatron_stare.planning.serving import static_share
 from megatron_stare.planning.suggest import changes, placements, suggest
 from megatron_stare.planning.tables import (
     BASIS,
@@ -82,21 +83,20 @@ def refuse_on_gpus(config: Config) -> None:
         refuse_what_cannot_fit(config, world, local, memory, gpus)
 
 
-def with_server_memory(config: Config) -> Config:
-    """On GPUs: the config in which started colocated servers take the part of a GPU's memory that
-    the plan leaves them, where sglang.server_args gives none. A server by itself would take what is
-    free at its start, before the trainer is loaded.
+def share_memory(config: Config) -> None:
+    """On GPUs: have started colocated servers take the part of a GPU's memory that the plan leaves
+    them, where sglang.server_args gives none. A server by itself would take what is free at its
+    start, before the trainer is loaded.
     """
     import torch
 
+    os.environ.pop(SHARE_VARIABLE, None)
     servers = config.sglang
     started = config.rollout.engine == "sglang" and servers.colocated and not servers.urls
-    if not started or MEMORY_SHARE in servers.server_args or not torch.cuda.is_available():
-        return config
-    memory = torch.cuda.get_device_properties(0).total_memory
-    share = colocated_share(config, int(os.environ.get("WORLD_SIZE", "0")), memory)
-    words = f"{servers.server_args} {MEMORY_SHARE} {share:.2f}".strip()
-    return override(config, [f"sglang.server_args={words}"])
+    if started and MEMORY_SHARE not in servers.server_args and torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory
+        share = colocated_share(config, int(os.environ.get("WORLD_SIZE", "0")), memory)
+        os.environ[SHARE_VARIABLE] = f"{share:.2f}"
 
 
 def colocated_share(config: Config, ranks: int, memory_bytes: float) -> float:

@@ -48,11 +48,12 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(options.source, config)
     prepare_environment(config.policy)  # before anything asks CUDA
-    from megatron_stare.commands.plan import refuse_on_gpus, with_server_memory
+    from megatron_stare.commands.plan import refuse_on_gpus, share_memory
 
     if not options.force:
         refuse_on_gpus(config)
-    return _trained(with_server_memory(config), options.load)
+    share_memory(config)
+    return _trained(config, options.load)
 
 
 def _trained(config: Config, load: str = "latest") -> int:
@@ -170,10 +171,11 @@ def _compare(options: argparse.Namespace) -> int:
 )
 def _evaluate(options: argparse.Namespace) -> int:
     config = config_of(options.source, options.overrides)
-    from megatron_stare.commands.plan import with_server_memory
+    from megatron_stare.commands.plan import share_memory
     from megatron_stare.reporting.console import print_evaluation, print_problems
 
-    found = evaluate(with_server_memory(config), load=options.load)
+    share_memory(config)
+    found = evaluate(config, load=options.load)
     if is_first_rank():
         print_evaluation(found.metrics)
         print_problems(found.problems)
@@ -192,10 +194,11 @@ def _evaluate(options: argparse.Namespace) -> int:
 )
 def _parity(options: argparse.Namespace) -> int:
     config = config_of(options.source, options.overrides)
-    from megatron_stare.commands.plan import with_server_memory
+    from megatron_stare.commands.plan import share_memory
     from megatron_stare.debug.parity import run
 
-    return run(with_server_memory(config), options.prompts, options.tokens)
+    share_memory(config)
+    return run(config, options.prompts, options.tokens)
 
 
 @command(

@@ -16,6 +16,11 @@ from megatron_stare.config.section import (
     section,
 )
 
+MEMORY_SHARE = "--mem-fraction-static"  # a server's argument
+# The variable with that part of a GPU's memory which the plan leaves colocated servers. A run keeps
+# its configuration, which therefore has no figure of one machine.
+SHARE_VARIABLE = "MEGATRON_STARE_SERVER_SHARE"
+
 
 @section
 class SGLangConfig:

@@ -12,10 +12,11 @@ import textwrap
 from pathlib import Path
 
 from megatron_stare.config import Config, override
+from megatron_stare.config.servers import MEMORY_SHARE
 from megatron_stare.planning import calibration, executed
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.plan import GIB, RunPlan, make_plan
-from megatron_stare.planning.serving import MEMORY_SHARE, static_share
+from megatron_stare.planning.serving import static_share
 from megatron_stare.planning.suggest import placements, stage_counts_alike
 from megatron_stare.planning.tables import (
     BASIS,

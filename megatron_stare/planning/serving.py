@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_stare.config import Config
+from megatron_stare.config.servers import MEMORY_SHARE
 from megatron_stare.planning.machine import Machine
 from megatron_stare.planning.memory import cache_bytes_per_token, model_bytes, served_bytes
 from megatron_stare.planning.work import Tokens
 from megatron_stare.policy.huggingface.shape import Shape
 from megatron_stare.scoring.advantages import checked_estimator
 
-MEMORY_SHARE = "--mem-fraction-static"
 GOLDEN = 0.6180339887498949  # its multiples modulo 1 visit every part of [0, 1) in turn
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,10 @@ from megatron_stare.__main__ import main
 from megatron_stare.commands.plan import (
     colocated_share,
     refuse_what_cannot_fit,
-    with_server_memory,
+    share_memory,
 )
 from megatron_stare.config import UserError, override
+from megatron_stare.config.servers import SHARE_VARIABLE
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.plan import make_plan
 from megatron_stare.planning.tables import BASIS
@@ -88,17 +90,20 @@ def test_only_started_colocated_servers_get_the_memory_fraction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = find_recipe("short_cot_7b")
-    assert with_server_memory(config) is config, "there is no GPU"
+    monkeypatch.setenv(SHARE_VARIABLE, "0.1")  # of another run in this process
+    share_memory(config)
+    assert SHARE_VARIABLE not in os.environ, "there is no GPU"
     properties = SimpleNamespace(total_memory=80e9)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    given = with_server_memory(override(config, ["sglang.server_args=--x 1"])).sglang.server_args
-    assert given == f"--x 1 --mem-fraction-static {colocated_share(config, 4, 80e9):.2f}"
+    share_memory(override(config, ["sglang.server_args=--x 1"]))
+    assert os.environ[SHARE_VARIABLE] == f"{colocated_share(config, 4, 80e9):.2f}"
     for words in (
         "sglang.server_args=--mem-fraction-static 0.5",
         "sglang.urls=[http://a:1]",
+        "sglang.colocated=false",
         "rollout.engine=embedded",
     ):
-        other = override(config, [words])
-        assert with_server_memory(other) is other
+        share_memory(override(config, [words]))
+        assert SHARE_VARIABLE not in os.environ

@@ -11,6 +11,7 @@ import orjson
 import torch
 
 from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.config.servers import MEMORY_SHARE, SHARE_VARIABLE
 from megatron_stare.http_client import FAULTS, request
 from megatron_stare.rollout.sglang.access import api_key
 from megatron_stare.rollout.sglang.client import QUICK_SECONDS
@@ -71,7 +72,11 @@ def placement(settings: SGLangConfig, number: int) -> list[str]:
 def arguments_of(settings: SGLangConfig, model: Model, number: int) -> list[str]:
     """The arguments of launched server `number`, without those of sglang.server_args."""
     arguments = ["--dtype", model.dtype]
-    arguments += ["--enable-memory-saver"] if settings.colocated else []
+    if settings.colocated:
+        arguments += ["--enable-memory-saver"]
+        share = os.environ.get(SHARE_VARIABLE)
+        given = MEMORY_SHARE in settings.server_args
+        arguments += [MEMORY_SHARE, share] if share and not given else []
     arguments += ["--load-format", "dummy"] if model.encoded else []  # the first sync brings them
     arguments += placement(settings, number)
     if settings.stream_interval:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_stare.config import Config, SGLangConfig, UserError, override
+from megatron_stare.config.servers import MEMORY_SHARE, SHARE_VARIABLE
 from megatron_stare.rollout.sglang.client import ServerInfo
 from megatron_stare.rollout.sglang.launch import arguments_of, placement
 from megatron_stare.rollout.sglang.server import Model, check_modes
@@ -33,6 +34,17 @@ def test_servers_of_a_node_take_consecutive_gpus(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert placement(SGLangConfig(), 1) == ["--base-gpu-id", "5"]
     assert placement(SGLangConfig(first_gpu=0), 0) == []
+
+
+def test_colocated_servers_take_the_memory_that_the_plan_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(SHARE_VARIABLE, "0.62")
+    found = arguments_of(SGLangConfig(colocated=True), MODEL, 0)
+    assert found[found.index(MEMORY_SHARE) + 1] == "0.62"
+    given = SGLangConfig(colocated=True, server_args=f"{MEMORY_SHARE} 0.5")
+    for settings in (SGLangConfig(), given):
+        assert MEMORY_SHARE not in arguments_of(settings, MODEL, 0)
 
 
 @pytest.mark.parametrize("shared", [0, 1])

@@ -348,8 +348,8 @@ def test_metrics_equal_those_of_one_rank(runs: LayoutResults, layout: str) -> No
             wanted = (*COMPARED, *OF_A_TEACHER, *further)
             for key in (key for key in wanted if key in theirs):
                 # With weights of their own the tokens' losses nearly cancel: what is left has fewer
-                # digits.
-                rounding = 1e-6 if key == "loss" and layout.endswith(STALE) else 1e-7
+                # digits (1.1e-6 on an Intel Xeon).
+                rounding = 3e-6 if key == "loss" and layout.endswith(STALE) else 1e-7
                 # W* - 1 is entropy_drift by gamma; where the first is near 0 it has a digit less.
                 digits = 1e-4 if key == CRITICAL and layout.endswith(AGAIN) else 1e-5
                 assert ours[key] == pytest.approx(theirs[key], rel=digits, abs=rounding), key

@@ -84,13 +84,16 @@ def test_a_run_in_fp8_resumes_exactly(
 
 
 def test_shared_prompts_in_transformer_engines_layers(train: Callable[..., Rows]) -> None:
-    """Two steps in fp32 have the numbers of whole sequences."""
+    """A step in fp32 has the numbers of whole sequences, and so has the entropy after its update,
+    which step 2 measures on the tokens of step 1. The tokens of step 2 may differ: its weights
+    differ in last bits, and one sampled token is enough.
+    """
     options = ("policy.packed_sequences=true", "policy.max_tokens_per_gpu=256")
     whole = train("whole", 2, *options)
     shared = train("shared", 2, *options, "policy.shared_prompts=true")
-    for one, other in zip(whole, shared, strict=True):
-        for key in EXACT:
-            assert one[key] == pytest.approx(other[key], rel=1e-4), key
+    compared = [(0, key) for key in EXACT] + [(1, "entropy_change/previous_realised")]
+    for step, key in compared:
+        assert shared[step][key] == pytest.approx(whole[step][key], rel=1e-4), key
 
 
 def test_widths_that_fp8_cannot_multiply_are_named(tmp_path: Path, topology: Topology) -> None:

@@ -259,6 +259,27 @@ MISTAKES = {
         "rollout.dynamic_sampling=false",
         "prompt_share=1.0 has no effect without rollout.resampling.method=aepo",
     ),
+    "turns of no tools": Mistake(
+        "tools.max_turns=4", "tools.max_turns=4 has no effect without tools.environment; set that"
+    ),
+    "limits of no agent": Mistake(
+        "agents.max_calls=4 agents.hosts=3",
+        "agents.hosts=3, agents.max_calls=4 have no effect without agents.function or agents.comm",
+    ),
+    "a judge that is not asked": Mistake(
+        "judge.urls=[http://127.0.0.1:9/v1]", "has no effect without scoring.reward=judge; set that"
+    ),
+    "a pattern of no reward": Mistake(
+        "scoring.reward=math scoring.format_pattern=^<think>",
+        "scoring.format_pattern=^<think> has no effect without scoring.reward=format; set that, or",
+    ),
+    "servers that are not asked": Mistake(
+        "sglang.urls=[http://127.0.0.1:9]", "has no effect without rollout.engine=sglang; set that"
+    ),
+    "a relay of no delta": Mistake(
+        "rollout.engine=sglang sglang.relays=[http://127.0.0.1:9]",
+        "has no effect without sglang.sync_method=delta; set that, or return to sglang.relays=[]",
+    ),
     "a decay that rises": Mistake(
         "optimizer.min_lr=2 optimizer.lr_decay_style=cosine", "optimizer.min_lr=2, the end of the"
     ),

@@ -30,7 +30,6 @@ import torch.distributed as dist
 from megatron_stare.compare.worlds import calculator as calculator_world
 from megatron_stare.compare.worlds import mirror_grid as quickstart_world
 from megatron_stare.config import CompareConfig, Config, NoSignalError, UserError, nearest, override
-from megatron_stare.config.settings import reset, unread
 from megatron_stare.loop import cold_start, run_directory
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.resolve import check_ahead
@@ -201,12 +200,10 @@ def _arm_config(config: Config, arm: str, start: str, directory: Path) -> Config
     are those of other arms: they stay at their defaults.
     """
     own = config.compare.arms[arm]
-    given = {each.partition("=")[0] for each in own}
-    found = override(config, [*own, f"policy.hf_checkpoint={start}", f"run.dir={directory / arm}"])
-    loss = reading(found.loss, {key.removeprefix("loss.") for key in given})
-    alone = dataclasses.replace(found, compare=CompareConfig(), loss=loss)
-    others = [key for _, keys in unread(found) for key in keys if key not in given]
-    return override(alone, map(reset, others))
+    given = {each.partition("=")[0].removeprefix("loss.") for each in own}
+    alone = dataclasses.replace(config, compare=CompareConfig())
+    found = override(alone, [*own, f"policy.hf_checkpoint={start}", f"run.dir={directory / arm}"])
+    return dataclasses.replace(found, loss=reading(found.loss, given))
 
 
 def _own_port(config: Config, place: int) -> Config:

@@ -24,6 +24,7 @@ from megatron_stare.config.settings import (
     lookup,
     setting_of,
     settings,
+    unread,
 )
 from megatron_stare.config.tree import Config, check
 
@@ -62,35 +63,52 @@ for each in (_Loader, _Dumper):
 
 
 def override(config: Config, overrides: Iterable[str]) -> Config:
-    """The config with `section.field=value` strings applied, types and ranges checked.
+    """The config with `section.field=value` strings applied, types and ranges checked. Settings of
+    `config` that nothing reads any more return to their defaults: without its tools, a recipe has
+    no tools.max_turns.
 
-    Raises UserError naming the nearest key for an unknown one, and field, value and remedy for a
-    value that the field cannot have.
+    Raises UserError naming the nearest key for an unknown one, field, value and remedy for a value
+    that the field cannot have, and the override that nothing reads.
     """
-    tree = dataclasses.asdict(config)
-    for item in overrides:
-        key, value = _parsed(item)
-        *sections, name = key.split(".")
-        node = tree
-        for part in sections:
-            node = node.setdefault(part, {})
+    tree, given = dataclasses.asdict(config), set()
+    for key, value in map(_parsed, overrides):
+        node, name = _node(tree, key)
         node[name] = _merged(node.get(name), value)
+        given.add(key)
+    found = _validated(tree)
+    others = () if found.compare.arms else (key for _, keys in unread(found) for key in keys)
+    for key in others:
+        if key not in given:
+            node, name = _node(tree, key)
+            node[name] = settings()[key].default
     return from_tree(tree)
 
 
 def from_tree(tree: dict[str, Any]) -> Config:
     """A Config from nested sections, e.g. {"loss": {"name": "grpo"}}; UserError as in override."""
+    config = _validated(tree)
+    check(config)
+    check_readers(config)
+    return config
+
+
+def _node(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """The mapping in which a dotted key has its value, and the key's last part."""
+    *sections, name = key.split(".")
+    for part in sections:
+        tree = tree.setdefault(part, {})
+    return tree, name
+
+
+def _validated(tree: dict[str, Any]) -> Config:
     try:
-        config = _adapter().validate_python(tree)
+        return _adapter().validate_python(tree)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = [str(part) for part in first["loc"]]
         if first["type"] == "unexpected_keyword_argument":
             raise unknown(".".join(place)) from None
         raise UserError(_refusal(place, first["input"])) from None
-    check(config)
-    check_readers(config)
-    return config
 
 
 def check_arms(config: Config, overrides: Iterable[str]) -> None:

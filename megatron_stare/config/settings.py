@@ -191,8 +191,9 @@ def lookup(config: Config, key: str) -> Any:
 
 
 class Readers(NamedTuple):
-    """Settings that are read only while the setting `key` has one of `values`; without values, any
-    other than its default. `needed`: the words for it in a message.
+    """Settings that are read only while the setting `key` has one of `values` (a list: contains
+    one); without values, any other than its default. The name of a section stands for all of its
+    settings. `needed`: the words for `key` in a message.
     """
 
     settings: list[str]
@@ -226,6 +227,23 @@ READERS = (
     Readers(_keys("mismatch", "lower upper normalize rejected accepted"), "mismatch.correction"),
     Readers(["scoring.answer_tag"], "scoring.extraction", ("tag", "any")),
     Readers(["scoring.overlong_penalty_factor"], "scoring.overlong_buffer_len"),
+    Readers(["scoring.format_pattern"], "scoring.names", ("format",), "scoring.reward=format"),
+    Readers(["scoring.language"], "scoring.names", ("language",), "scoring.reward=language"),
+    Readers(
+        _keys("scoring", "code_seconds code_output_bytes code_partial_credit"),
+        *("scoring.names", ("code",), "scoring.reward=code"),
+    ),
+    Readers(
+        _keys("scoring", "remote_url remote_timeout remote_attempts remote_concurrency"),
+        *("scoring.names", ("remote",), "scoring.reward=remote"),
+    ),
+    Readers(["judge"], "scoring.names", ("judge",), "scoring.reward=judge"),
+    Readers(["tools"], "tools.environment"),
+    Readers(["agents"], "agents.active", (True,), "agents.function or agents.command"),
+    Readers(_keys("sglang", "urls router_url"), "rollout.engine", ("sglang",)),
+    Readers(_keys("sglang", "relays full_sync_interval"), "sglang.sync_method", ("delta",)),
+    Readers(["sglang.sync_directory"], "sglang.sync_method", ("disk",)),
+    Readers(["sglang.draft_tokens"], "sglang.speculation"),
 )
 
 
@@ -233,11 +251,18 @@ def unread(config: Config) -> list[tuple[Readers, list[str]]]:
     """The settings that differ from their defaults and that nothing in a run reads."""
     found = []
     for one in READERS:
-        value = lookup(config, one.key)
-        if value not in one.values if one.values else value == settings()[one.key].default:
-            changed = [k for k in one.settings if lookup(config, k) != settings()[k].default]
+        if not _is_read(config, one):
+            keys = [k for k in settings() if {k, k.partition(".")[0]}.intersection(one.settings)]
+            changed = [key for key in keys if lookup(config, key) != settings()[key].default]
             found += [(one, changed)] if changed else []
     return found
+
+
+def _is_read(config: Config, one: Readers) -> bool:
+    value = lookup(config, one.key)
+    if not one.values:
+        return bool(value != settings()[one.key].default)
+    return any(each in one.values for each in (value if isinstance(value, list) else [value]))
 
 
 def reset(key: str) -> str:

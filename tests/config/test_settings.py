@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from megatron_stare.config import Config, OptimizerConfig, RolloutConfig, UserError
-from megatron_stare.config.settings import settings
+from megatron_stare.config import Config, OptimizerConfig, RolloutConfig, UserError, override
+from megatron_stare.config.settings import settings, unread
 
 
 def test_every_setting_has_its_type_default_and_sentence() -> None:
@@ -30,6 +30,34 @@ def test_every_sentence_can_be_read_alone(setting) -> None:
     first = setting.description.split()[0]
     assert first not in ("And", "Or", "The", "Of", "It", "As", "Times"), "no second half"
     assert setting.default is None or setting.checked(setting.default) == setting.default
+
+
+READ = {
+    "scoring.format_pattern=^<think>": ["scoring.rewards={math: 1, format: 0.1}"],
+    "scoring.code_seconds=9": ["scoring.reward=per_source", "scoring.per_source={a: code}"],
+    "judge.urls=[http://127.0.0.1:9/v1]": ["scoring.reward=judge"],
+    "tools.max_turns=2": ["tools.environment=calculator"],
+    "agents.max_calls=3": ["agents.command=[agent]"],
+    "sglang.urls=[http://127.0.0.1:9]": ["rollout.engine=sglang"],
+    "sglang.draft_tokens=2": ["rollout.engine=sglang", "sglang.speculation=ngram"],
+    "sglang.sync_directory=shared": ["rollout.engine=sglang", "sglang.sync_method=disk"],
+}
+
+
+@pytest.mark.parametrize(("word", "readers"), READ.items(), ids=list(READ))
+def test_a_setting_needs_a_reader(word: str, readers: list[str]) -> None:
+    assert unread(override(Config(), [*readers, word])) == []
+    with pytest.raises(UserError, match=f"{word.partition('=')[0]}.* has no effect without"):
+        override(Config(), [word])
+
+
+def test_settings_of_a_recipe_go_with_their_reader() -> None:
+    """Only an override has to be read: the recipe's settings of its tools return to defaults."""
+    recipe = override(Config(), ["tools.environment=calculator", "tools.max_turns=2"])
+    assert override(recipe, ["optimizer.lr=1"]).tools == recipe.tools
+    assert override(recipe, ["tools.environment="]).tools == Config().tools
+    with pytest.raises(UserError, match="tools.max_turns=3 has no effect without"):
+        override(recipe, ["tools.environment=", "tools.max_turns=3"])
 
 
 def test_sections_are_frozen_values() -> None:

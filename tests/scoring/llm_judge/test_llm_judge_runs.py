@@ -115,7 +115,10 @@ def test_a_judge_on_servers_of_the_runs_own(tmp_path: Path):
 
 def test_a_judge_whose_server_does_not_start_says_why(tmp_path: Path):
     config = small_config(
-        tmp_path, "sglang.command=sh -c 'echo no such model; exit 1'", "judge.checkpoint=missing"
+        tmp_path,
+        "sglang.command=sh -c 'echo no such model; exit 1'",
+        "scoring.reward=judge",
+        "judge.checkpoint=missing",
     )
     servers = JudgeServers(config, tmp_path / "judge")
     try:

@@ -47,6 +47,9 @@ STUDIES = {
     "runs/smollm2_135m_control/seed0/stare_low --curve entropy,reward,signal_fraction": Run(
         needs=(UNPACK,)
     ),
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_losses/seed1/grpo_ds "
+    "runs/smollm2_135m_losses/seed1/stare runs/smollm2_135m_control/seed1/stare_low "
+    "--curve entropy,reward,signal_fraction": Run(needs=(UNPACK,)),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed1/grpo_ds "
     "--curve skipped": Run(needs=(UNPACK,)),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed2/grpo_ds "
@@ -55,9 +58,15 @@ STUDIES = {
     "train.num_rollout=150 run.keep_every=50 run.dir=runs/smollm2_135m_control": Elsewhere(
         "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
     ),
-    ".venv/bin/python benchmarks/paired.py --first "
-    "runs/smollm2_135m_losses/seed0/grpo_ds/problems_1.jsonl "
-    "--second runs/smollm2_135m_control/seed0/stare_low/problems_1.jsonl": Run(needs=(UNPACK,)),
+    f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_low --seeds 1 "
+    "train.num_rollout=150 run.keep_every=50 run.dir=runs/smollm2_135m_control": Elsewhere(
+        "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
+    ),
+    ".venv/bin/python benchmarks/paired.py "
+    "--first runs/smollm2_135m_losses/seed0/grpo_ds/problems_1.jsonl "
+    "runs/smollm2_135m_losses/seed1/grpo_ds/problems_1.jsonl "
+    "--second runs/smollm2_135m_control/seed0/stare_low/problems_1.jsonl "
+    "runs/smollm2_135m_control/seed1/stare_low/problems_1.jsonl": Run(needs=(UNPACK,)),
     f".venv/bin/{PYTHON} evaluate runs/smollm2_135m_losses/seed0/stare "
     "evaluation.per_set.heldout.temperature=0.6 evaluation.per_set.heldout.n_samples=16": Elsewhere(
         "tests/loop/evaluation/test_evaluation.py"

@@ -124,8 +124,10 @@ A run's configuration is one tree of sections. A recipe fills it in, a run write
 `config.yaml`, and every field can be overridden on the command line as `section.field=value`. An
 unknown field, a value of another type or out of range ends the command at once, with the nearest
 name or the values that are allowed. So does a field that nothing in the run reads, e.g.
-`mismatch.upper=2` without `mismatch.correction`; sections that one setting turns on (`tools`,
-`agents`, `judge`, `sglang`, `cold_start`) may stay as they are while it is off.
+`mismatch.upper=2` without `mismatch.correction`, or `tools.max_turns=4` without
+`tools.environment`. Fields of a recipe that an override leaves without a reader return to their
+defaults: `tools.environment=` turns off a recipe's tools with all their fields. The sections
+`sandbox` and `cold_start` and most of `sglang` may stay as they are while nothing reads them.
 
     python -m megatron_stare config quickstart optimizer.lr=5e-4
     python -m megatron_stare config quickstart --only loss

@@ -250,12 +250,20 @@ READERS = (
 def unread(config: Config) -> list[tuple[Readers, list[str]]]:
     """The settings that differ from their defaults and that nothing in a run reads."""
     found = []
-    for one in READERS:
+    for one, keys in _readers():
         if not _is_read(config, one):
-            keys = [k for k in settings() if {k, k.partition(".")[0]}.intersection(one.settings)]
             changed = [key for key in keys if lookup(config, key) != settings()[key].default]
             found += [(one, changed)] if changed else []
     return found
+
+
+@functools.cache
+def _readers() -> list[tuple[Readers, list[str]]]:
+    """READERS, each with the keys of its settings and of its sections."""
+    return [
+        (one, [k for k in settings() if {k, k.partition(".")[0]}.intersection(one.settings)])
+        for one in READERS
+    ]
 
 
 def _is_read(config: Config, one: Readers) -> bool:

@@ -56,7 +56,7 @@ def test_settings_of_a_recipe_go_with_their_reader() -> None:
     recipe = override(Config(), ["tools.environment=calculator", "tools.max_turns=2"])
     assert override(recipe, ["optimizer.lr=1"]).tools == recipe.tools
     assert override(recipe, ["tools.environment="]).tools == Config().tools
-    with pytest.raises(UserError, match="tools.max_turns=3 has no effect without"):
+    with pytest.raises(UserError, match=r"tools\.max_turns=3 has no effect without"):
         override(recipe, ["tools.environment=", "tools.max_turns=3"])
 
 

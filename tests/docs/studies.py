@@ -50,6 +50,17 @@ STUDIES = {
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_losses/seed1/grpo_ds "
     "runs/smollm2_135m_losses/seed1/stare runs/smollm2_135m_control/seed1/stare_low "
     "--curve entropy,reward,signal_fraction": Run(needs=(UNPACK,)),
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_losses/seed0/stare "
+    "runs/smollm2_135m_losses/seed1/stare runs/smollm2_135m_control/seed0/stare_low "
+    "runs/smollm2_135m_control/seed1/stare_low --curve weight_w": Run(needs=(UNPACK,)),
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_control/seed0/stare_low "
+    "runs/smollm2_135m_control/seed1/stare_low runs/smollm2_135m_repo/seed0/repo_r": Run(
+        needs=(UNPACK,)
+    ),
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_control/seed0/bonus "
+    "--curve entropy,entropy_coefficient": Run(needs=(UNPACK,)),
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_repo/seed0/repo_r "
+    "--curve entropy,reward,zeta": Run(needs=(UNPACK,)),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed1/grpo_ds "
     "--curve skipped": Run(needs=(UNPACK,)),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed2/grpo_ds "
@@ -60,6 +71,10 @@ STUDIES = {
     ),
     f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_low --seeds 1 "
     "train.num_rollout=150 run.keep_every=50 run.dir=runs/smollm2_135m_control": Elsewhere(
+        "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
+    ),
+    f".venv/bin/{PYTHON} compare smollm2_135m --losses repo_r --seeds 0 "
+    "train.num_rollout=120 run.keep_every=50 run.dir=runs/smollm2_135m_repo": Elsewhere(
         "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
     ),
     ".venv/bin/python benchmarks/paired.py "

@@ -75,12 +75,10 @@ def override(config: Config, overrides: Iterable[str]) -> Config:
         node, name = _node(tree, key)
         node[name] = _merged(node.get(name), value)
         given.add(key)
-    found = _validated(tree)
-    others = () if found.compare.arms else (key for _, keys in unread(found) for key in keys)
-    for key in others:
-        if key not in given:
-            node, name = _node(tree, key)
-            node[name] = settings()[key].default
+    idle = {key for _, keys in unread(_validated(tree)) for key in keys}
+    for key in idle - given:
+        node, name = _node(tree, key)
+        node[name] = settings()[key].default
     return from_tree(tree)
 
 

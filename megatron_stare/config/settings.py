@@ -248,9 +248,11 @@ READERS = (
 
 
 def unread(config: Config) -> list[tuple[Readers, list[str]]]:
-    """The settings that differ from their defaults and that nothing in a run reads."""
+    """The settings that differ from their defaults and that nothing in a run reads. Arms of a
+    comparison are runs: what they share may be for some of them, and nothing of it is named.
+    """
     found = []
-    for one, keys in _readers():
+    for one, keys in () if config.compare.arms else _readers():
         if not _is_read(config, one):
             changed = [key for key in keys if lookup(config, key) != settings()[key].default]
             found += [(one, changed)] if changed else []
@@ -279,10 +281,8 @@ def reset(key: str) -> str:
 
 
 def check_readers(config: Config) -> None:
-    """UserError: nothing reads settings that are not at their defaults. In a comparison the arms
-    are runs: what they share may be for some of them.
-    """
-    for one, keys in () if config.compare.arms else unread(config):
+    """UserError: nothing reads settings that are not at their defaults."""
+    for one, keys in unread(config):
         given = ", ".join(f"{key}={written(lookup(config, key))}" for key in keys)
         needed = one.needed or "=".join([one.key, *map(str, one.values[:1])])
         raise UserError(

@@ -259,6 +259,10 @@ MISTAKES = {
         "rollout.dynamic_sampling=false",
         "prompt_share=1.0 has no effect without rollout.resampling.method=aepo",
     ),
+    "demonstrations without steps": Mistake(
+        "cold_start.data=shown.jsonl",
+        "has no effect without both cold_start.data and cold_start.steps; set that, or return to",
+    ),
     "turns of no tools": Mistake(
         "tools.max_turns=4", "tools.max_turns=4 has no effect without tools.environment; set that"
     ),

@@ -126,8 +126,8 @@ unknown field, a value of another type or out of range ends the command at once,
 name or the values that are allowed. So does a field that nothing in the run reads, e.g.
 `mismatch.upper=2` without `mismatch.correction`, or `tools.max_turns=4` without
 `tools.environment`. Fields of a recipe that an override leaves without a reader return to their
-defaults: `tools.environment=` turns off a recipe's tools with all their fields. The sections
-`sandbox` and `cold_start` and most of `sglang` may stay as they are while nothing reads them.
+defaults: `tools.environment=` turns off a recipe's tools with all their fields. The section
+`sandbox` and most of `sglang` may stay as they are while nothing reads them.
 
     python -m megatron_stare config quickstart optimizer.lr=5e-4
     python -m megatron_stare config quickstart --only loss

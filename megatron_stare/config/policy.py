@@ -215,7 +215,7 @@ class TrainConfig:
 
 @section
 class ColdStartConfig:
-    """Supervised steps before RL, which run only if `data` is set or a quickstart generates it.
+    """Supervised steps before RL, if `data` and `steps` are set. A quickstart generates its `data`.
 
     Rows are {"messages": [...], "tools": [...]}, with the loss on the assistant's tokens, or
     {"prompt", "response"} as text.
@@ -234,3 +234,8 @@ class ColdStartConfig:
     """Fraction of cold_start.lr that is left at the last supervised step."""
     weight_decay: NonNegative = 0.01
     """Decoupled weight decay of AdamW in the supervised steps."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether supervised steps come before RL."""
+        return bool(self.data and self.steps)

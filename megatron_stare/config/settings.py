@@ -239,6 +239,9 @@ READERS = (
     ),
     Readers(["judge"], "scoring.names", ("judge",), "scoring.reward=judge"),
     Readers(["tools"], "tools.environment"),
+    Readers(
+        ["cold_start"], "cold_start.runs", (True,), "both cold_start.data and cold_start.steps"
+    ),
     Readers(["agents"], "agents.active", (True,), "agents.function or agents.command"),
     Readers(_keys("sglang", "urls router_url"), "rollout.engine", ("sglang",)),
     Readers(_keys("sglang", "relays full_sync_interval"), "sglang.sync_method", ("delta",)),

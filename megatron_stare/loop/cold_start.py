@@ -51,7 +51,7 @@ def is_due(config: Config) -> bool:
     start, run = Path(config.policy.hf_checkpoint).absolute(), Path(config.run.dir).absolute()
     settings, made_with = _settings(config), _made_with(start)
     had = start in (run / RESULT, run.parent / RESULT) or settings.items() <= made_with.items()
-    return bool(config.cold_start.data and config.cold_start.steps) and not had
+    return config.cold_start.runs and not had
 
 
 def is_ahead(config: Config) -> bool:

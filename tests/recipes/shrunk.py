@@ -18,9 +18,8 @@ SMALL = (
     *("rollout.over_sampling_batch_size=12", "rollout.rollout_max_response_len=12"),
     *("data.rollout_max_prompt_len=96", "policy.max_tokens_per_gpu=256"),
     *("scoring.reward=tests.rewards.even_characters", "evaluation.eval_interval=0"),
-    *("train.num_rollout=2", "run.save_interval=0", "cold_start.steps=2"),
-    *("cold_start.batch_size=4", "sandbox.isolation=limits", "sandbox.warm_workers=1"),
-    *("scoring.verifier_processes=1", "mismatch.alarm=0.1"),
+    *("train.num_rollout=2", "run.save_interval=0", "sandbox.isolation=limits"),
+    *("sandbox.warm_workers=1", "scoring.verifier_processes=1", "mismatch.alarm=0.1"),
 )
 # Families with experts. SGLang's Qwen3-MoE has them in every layer, whatever mlp_only_layers says,
 # and its DeepSeek-V3 reads fields that transformers does not.
@@ -72,11 +71,12 @@ def shrunk(name: str, directory: Path, *overrides: str) -> Config:
             "expert_model_parallel_size",
         )
     }
+    start = (f"cold_start.data={directory / 'talks.jsonl'}", "cold_start.steps=2")
     places = (
         f"policy.hf_checkpoint={directory / str(family)}",
         f"data.prompt_data={directory / 'problems.jsonl'}",
         f"run.dir={directory / 'runs' / name}",
-        *((f"cold_start.data={directory / 'talks.jsonl'}",) if config.compare.arms else ()),
+        *((*start, "cold_start.batch_size=4") if config.compare.arms else ()),
     )
     layout = [f"policy.{key}={size}" for key, size in sizes.items()]
     return override(config, [*SMALL, *layout, *places, *overrides])

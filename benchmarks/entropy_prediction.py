@@ -9,11 +9,11 @@ The quickstart's two arms after its cold start, each step with its own Adam upda
 entropy_change/predicted, (dL/ds) g summed over the batch before the update
 (megatron_stare/loop/diagnostics/predicted.py); `realised` is the entropy of the same tokens scored
 again after it, less that before (diagnostics.realised); `next` is the entropy of the next step's
-batch, of other prompts, less this one's. Correlations are Pearson's over steps, `sign` the share
-steps of the predicted direction, `scale` what realised is of predicted, by least squares.
-Quadrants: mean predicted change per step, and the share of steps with the theory's sign. `cost` is
-seconds_diagnose over the step's seconds, in runs of their own with the recipe's interval and
-without diagnostics.realised.
+batch, of other prompts, less this one's. Correlations are Pearson's over steps, `sign` is the
+fraction of steps in which both have the same sign, `scale` the ratio of realised to predicted by
+least squares; both means are nats per step. Quadrants: the mean predicted change, and the fraction
+of steps with the theory's sign. `cost` is seconds_diagnose over the step's seconds, in runs of
+their own with the recipe's interval and without diagnostics.realised.
 """
 
 from __future__ import annotations
@@ -39,11 +39,20 @@ from megatron_stare.recipes import find_recipe
 from megatron_stare.reporting.logbook import read_metrics
 
 PREFIX = "entropy_change/"
+# The columns of a table: the figures of each row, and their formats.
+FORMS = {
+    "steps": "d",
+    "correlation": ".2f",
+    "sign": ".0%",
+    "scale": ".2f",
+    "predicted": "+.4f",
+    "realised": "+.4f",
+}
 SIGNS = dict(zip(QUADRANTS, (1, -1, -1, 1), strict=True))
 
 
 def correlated(rows: list[dict[str, Any]], one: str, other: str) -> dict[str, float]:
-    """Pearson's correlation of two columns, and how often their signs agree."""
+    """Pearson's correlation of two columns, how often their signs agree, and their means."""
     pairs = [(row[one], row[other]) for row in rows if one in row and other in row]
     moved = numpy.array([pair for pair in pairs if pair[0] != 0.0], numpy.float64).reshape(-1, 2)
     if len(moved) < 3:
@@ -53,6 +62,8 @@ def correlated(rows: list[dict[str, Any]], one: str, other: str) -> dict[str, fl
         "correlation": float(numpy.corrcoef(moved.T)[0, 1]),
         "sign": float((numpy.sign(moved[:, 0]) == numpy.sign(moved[:, 1])).mean()),
         "scale": float((moved[:, 0] * moved[:, 1]).sum() / (moved[:, 0] ** 2).sum()),
+        "predicted": float(moved[:, 0].mean()),
+        "realised": float(moved[:, 1].mean()),
     }
 
 
@@ -66,11 +77,24 @@ def findings(rows: list[dict[str, Any]]) -> dict[str, Any]:
         values = numpy.array([row[PREFIX + name] for row in rows if PREFIX + name in row])
         values = values[values != 0]
         if len(values):
-            found[name] = {"mean": float(values.mean()), "sign": float((sign * values > 0).mean())}
+            agreeing = float((sign * values > 0).mean())
+            found[name] = {"sign": agreeing, "predicted": float(values.mean())}
     later = rows[1:] or rows
     seconds = [row.get("seconds_diagnose", 0.0) for row in later]
     found["cost"] = sum(seconds) / sum(row["seconds_total"] for row in later)
     return found
+
+
+def table_of(run: str, found: dict[str, Any]) -> Table:
+    """The findings of one run."""
+    table = Table("", *FORMS, title=f"{run}, cost {found['cost']:.2%} of a step")
+    for what, values in found.items():
+        if isinstance(values, dict) and values:
+            cells = (
+                format(values[key], form) if key in values else "" for key, form in FORMS.items()
+            )
+            table.add_row(what, *cells)
+    return table
 
 
 def trained(options: argparse.Namespace, folder: Path, *overrides: str) -> dict[str, Path]:
@@ -102,17 +126,8 @@ def main() -> None:
             if not options.runs:
                 rows = read_metrics(plain[run] / "metrics.jsonl")
                 results[run]["cost"] = findings(rows)["cost"]
-    table = Table("run", "what", "steps", "correlation", "sign", "scale or mean")
     for run, found in results.items():
-        for what, values in found.items():
-            if isinstance(values, dict) and values:
-                mean = values.get("scale", values.get("mean", 0.0))
-                numbers = (values.get("steps", ""), f"{values.get('correlation', 0):.2f}")
-                table.add_row(
-                    run, what, *map(str, numbers), f"{values['sign']:.0%}", f"{mean:+.2e}"
-                )
-        table.add_row(run, "cost of a step", "", "", "", f"{found['cost']:.2%}")
-    Console(width=118).print(table)
+        Console(width=118).print(table_of(run, found))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -19,8 +19,8 @@ from megatron_stare.scoring.advantages import (
 )
 from megatron_stare.scoring.judge import judgement_metrics
 
-# The share of right responses from which a task without signal is solved; the rest is left for
-# problems whose label is wrong and for a sample that goes astray.
+# The fraction of right responses from which a task without signal is solved; the others may be of
+# problems whose label is wrong, or occasional errors.
 SOLVED = 0.9
 
 
@@ -78,8 +78,8 @@ def solved(sampled: Sequence[Group], rollout: RolloutConfig) -> str:
     """
     rollouts = [one for group in sampled for one in group.rollouts]
     right = sum(one.verdict == "correct" for one in rollouts)
-    unused = sum(has_signal(group) and not is_wanted(group, rollout) for group in sampled)
-    if not rollouts or right < SOLVED * len(rollouts) or unused > (1 - SOLVED) * len(sampled):
+    most = (1 - SOLVED) * len(sampled)
+    if not rollouts or right < SOLVED * len(rollouts) or _dropped(sampled, rollout) > most:
         return ""
     return f"the task is solved: {right} of the last {len(rollouts)} sampled responses are right"
 
@@ -114,9 +114,7 @@ def seen_rewards(config: Config, sampled: Sequence[Group]) -> str:
     rewards = [f"{reward:g} x {count}" for reward, count in sorted(histogram.items())]
     rewards += [f"unverifiable x {unverifiable}"] if unverifiable else []
     seen = f"rewards seen: {', '.join(rewards)}"
-    if others := sum(
-        has_signal(group) and not is_wanted(group, config.rollout) for group in sampled
-    ):
+    if others := _dropped(sampled, config.rollout):
         seen += f"; {others} groups differ in their rewards alone, which "
         seen += "rollout.dynamic_sampling_metric=reward would keep"
     if without_loss := sum(rewards_differ(group) and not has_signal(group) for group in sampled):
@@ -125,6 +123,11 @@ def seen_rewards(config: Config, sampled: Sequence[Group]) -> str:
             limit = f"rollout.rollout_max_response_len={config.rollout.rollout_max_response_len}"
             seen += f": scoring.overlong_filter=true leaves truncated responses out, raise {limit}"
     return seen
+
+
+def _dropped(sampled: Sequence[Group], rollout: RolloutConfig) -> int:
+    """The number of groups that dynamic sampling drops although they carry signal."""
+    return sum(has_signal(group) and not is_wanted(group, rollout) for group in sampled)
 
 
 def _sampling_metrics(groups: Sequence[Group]) -> dict[str, float]:

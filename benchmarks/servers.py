@@ -54,7 +54,7 @@ from megatron_stare.rollout.sglang.process import server_command
 from megatron_stare.rollout.sglang.weights import buckets, cpu_hash
 from megatron_stare.sync.transport import flattened
 from megatron_stare.sync.weight_sync import WeightSync
-from tests.rollout.sglang.idle import sample_all
+from tests.rollout.sglang.idle import sample_all, send_weights
 from tests.rollout.sglang.world import VOCABULARY, make_model, served, sync
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, max_new_tokens=200)
@@ -246,7 +246,7 @@ def measure_sync(
                     for part in parts:
                         cpu_hash(part)
                 else:
-                    sender.send(weights.items(), pool.servers)
+                    send_weights(sender, weights.items(), pool.servers)
                 if number:
                     found.append(time.perf_counter() - began)
     return seconds

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._measuring import PeakMemory
 from megatron_stare.collect.journal import Journal
 from megatron_stare.config import SGLangConfig
-from megatron_stare.rollout.engine import Request, SamplingParams
+from megatron_stare.rollout.engine import Request, SamplingParams, ids_of
 from megatron_stare.rollout.sglang import answers, client
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.requests import RequestRunner
@@ -59,7 +59,7 @@ class Sampled:
 @contextlib.contextmanager
 def watched(phases: dict[str, list[tuple[Any, str]]]) -> Iterator[Counter[str]]:
     """Processor seconds that threads spend inside these functions, by phase."""
-    spent: Counter[str] = Counter(dict.fromkeys(phases, 0.0))  # type: ignore[dict-item]
+    spent: Counter[str] = Counter(dict.fromkeys(phases, 0))
 
     def timed(work: Callable[..., Any], phase: str) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:
@@ -67,7 +67,7 @@ def watched(phases: dict[str, list[tuple[Any, str]]]) -> Iterator[Counter[str]]:
             try:
                 return work(*given, **named)
             finally:
-                spent[phase] += time.thread_time() - began  # type: ignore[assignment]
+                spent[phase] += time.thread_time() - began
 
         return call
 
@@ -119,7 +119,7 @@ def model_in(directory: Path, tokens: int) -> Model:
 def requests(count: int) -> list[Request]:
     """The first id of a prompt decides how long its answer is."""
     return [
-        Request((1 + n * 7919 % 100_003, 1, 2), (0, 0, n // SAMPLES, n % SAMPLES))
+        Request(ids_of([1 + n * 7919 % 100_003, 1, 2]), (0, 0, n // SAMPLES, n % SAMPLES))
         for n in range(count)
     ]
 
@@ -154,7 +154,7 @@ def sample(
 def interrupted(directory: Path, servers: int, count: int) -> dict[str, float]:
     """Processor seconds from the word until none of `count` requests is in flight any more."""
     model = model_in(directory / "model", 4 * HELD_AT)
-    lengths = {"shortest": 2 * HELD_AT, "longest": 3 * HELD_AT, "hold_at": HELD_AT}
+    lengths: dict[str, Any] = {"shortest": 2 * HELD_AT, "longest": 3 * HELD_AT, "hold_at": HELD_AT}
     found: dict[str, float] = {}
     with (
         fake_servers(servers, **lengths) as urls,

@@ -178,7 +178,7 @@ def trained(config: Config, found: list[Way]) -> None:
             for way in found:
                 way.load(held, version)
 
-        trainer.engine.load_weights = loaded  # type: ignore[method-assign]
+        trainer.engine.load_weights = loaded
         with Interrupt() as interrupt:
             assert trainer.run(interrupt)
 

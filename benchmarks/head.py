@@ -280,8 +280,8 @@ def measure(work: Work, contenders: list[Contender], rounds: int) -> None:
             if round_number:
                 contender.seconds.append(seconds)
                 contender.cpu_seconds.append(cpu_seconds)
-                gradients = (work.hidden_NH.grad, work.weight_VH.grad)
-                owned = sum(grad.nbytes for grad in gradients if grad is not None)
+                leaves = (work.hidden_NH, work.weight_VH)
+                owned = sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None)
                 if peak.bytes is not None:
                     contender.extra_bytes = max(0, peak.bytes - owned)
 

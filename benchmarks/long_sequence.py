@@ -28,6 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -63,17 +64,17 @@ def groups_of(lengths: list[int], vocabulary: int) -> list[Any]:
     generator = torch.Generator().manual_seed(0)
     made = []
     for number, length in enumerate(lengths):
-        token_ids = torch.randint(1, vocabulary, (length + 1,), generator=generator).tolist()
+        token_ids = torch.randint(1, vocabulary, (length + 1,), generator=generator).numpy()
         size = length + 1 - 16
         rollout = Rollout(
-            response_ids=tuple(token_ids[16:]),
-            logprobs=(-7.0,) * size,
-            loss_mask=(1,) * size,
+            response_ids=token_ids[16:],
+            logprobs=numpy.full(size, -7.0),
+            loss_mask=numpy.ones(size, bool),
             status="completed",
             weight_version=0,
             advantage=1.0 - 0.5 * (number % 2),
         )
-        made.append(Group(Prompt(number, tuple(token_ids[:16]), ""), (rollout,)))
+        made.append(Group(Prompt(number, token_ids[:16], ""), (rollout,)))
     return made
 
 
@@ -112,6 +113,7 @@ def train(
         with PeakMemory(torch.device("cpu")) as peak:
             metrics, seen = actor.update(batch, objective.bind(config.loss), signals)
         seconds = time.perf_counter() - start
+        assert seen.surprisal_T is not None, "the update has seen it"
         surprisal = topology.across.mean(seen.surprisal_T)
         found = {"case": name, "tokens": sum(lengths), "seconds": seconds, "surprisal": surprisal}
         rows.append(

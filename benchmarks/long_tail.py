@@ -142,9 +142,10 @@ class Servers:
         left = self.unfinished[ended.index]
         left.remove(ended)
         if not left:
-            rollout = Rollout((5,), (-0.1,), (1,), status="completed", weight_version=self.step)
+            values = numpy.array([5]), numpy.array([-0.1]), numpy.array([True])
+            rollout = Rollout(*values, status="completed", weight_version=self.step)
             del self.unfinished[ended.index]
-            self.open.pop(ended.index).set_result(Group(Prompt(ended.index, (1,), ""), (rollout,)))
+            self.open.pop(ended.index).set_result(Group(Stream().at(ended.index), (rollout,)))
 
 
 class Stream:
@@ -153,7 +154,7 @@ class Stream:
     position = 0
 
     def at(self, index: int) -> Prompt:
-        return Prompt(index, (1,), label="")
+        return Prompt(index, numpy.array([1]), label="")
 
     def draw(self, count: int) -> list[Prompt]:
         self.position += count

@@ -77,7 +77,7 @@ def prompts(count: int, round_number: int) -> list[Request]:
     generator = torch.Generator().manual_seed(round_number)
     return [
         Request(
-            tuple(torch.randint(1, VOCABULARY, (8 + n % 16,), generator=generator).tolist()),
+            torch.randint(1, VOCABULARY, (8 + n % 16,), generator=generator).numpy(),
             (round_number, n),
         )
         for n in range(count)
@@ -159,7 +159,7 @@ def receive(port: int, rank: int, size: int, sizes: list[int]) -> None:
     or more, hashes what it holds and says so where it is HASHED, ends where it is 0.
     """
     store = dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=WAIT)
-    group = dist.ProcessGroupGloo(dist.PrefixStore("raw", store), rank, size, WAIT)
+    group: Any = dist.ProcessGroupGloo(dist.PrefixStore("raw", store), rank, size, WAIT)
     go = torch.empty(1, dtype=torch.uint8)
     weights = [torch.ones(length, dtype=torch.uint8) for length in sizes]
     while True:
@@ -193,7 +193,7 @@ class RawGroup:
         ]
         for child in self.children:
             child.start()
-        self.group = dist.ProcessGroupGloo(dist.PrefixStore("raw", store), 0, size, WAIT)
+        self.group: Any = dist.ProcessGroupGloo(dist.PrefixStore("raw", store), 0, size, WAIT)
 
     def broadcast(self, work: int) -> None:
         """Until all bytes are sent, and with HASHED until all have hashed them."""

@@ -141,7 +141,10 @@ class Plain:
             eps=adam.adam_eps,
         )
         pairs = [
-            (group.prompt.token_ids, rollout) for group in groups for rollout in group.rollouts
+            (group.prompt.token_ids, rollout)
+            for group in groups
+            for rollout in group.rollouts
+            if isinstance(rollout, Rollout)
         ]
         shape = (
             len(pairs),
@@ -237,7 +240,7 @@ def compare_steps(
     )
     padded = Ours(settings(folder, "policy.packed_sequences=false"), topology, groups)
     shared = Ours(settings(folder, "policy.shared_prompts=true"), topology, groups)
-    named = {
+    named: dict[str, Any] = {
         "plain transformers + torch": plain,
         "ours, packed": packed,
         "ours, packed, shared prompts": shared,
@@ -357,7 +360,7 @@ def cost_of_a_step(config: Config, topology: Topology) -> dict[str, Any]:
         found.update(runtime_cost(lambda: metrics.update(step() or {}), title))
         return metrics
 
-    trainer.train_step = measured  # type: ignore[method-assign]
+    trainer.train_step = measured
     trainer.run(Interrupt())
     return found
 

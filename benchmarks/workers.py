@@ -75,7 +75,7 @@ def measured(config: Config, topology: Topology) -> dict[str, float]:
     with closing(parts.judge), closing(parts.engine), closing(parts.collector):
         parts.engine.load_weights(parts.actor.weights(), 0)
         parts.collector.collect(0)
-        shares = [s for s in parts.collector.workers.own if isinstance(s, ProcessWorker)]  # type: ignore[attr-defined]
+        shares = [s for s in parts.collector.workers.own if isinstance(s, ProcessWorker)]
         began = time.perf_counter()
         own, theirs = time.process_time(), sum(map(processor_seconds, shares))
         collected = parts.collector.collect(1)

@@ -236,6 +236,8 @@ RESULTS = {
     ),
 }
 REWARDS = {
+    f"{PYTHON} train tiny.yaml scoring.reward=judge 'judge.urls=[http://node1:30000/v1]' "
+    "judge.kind=score": Elsewhere("tests/scoring/llm_judge/test_llm_judge_runs.py"),
     "cat responses.jsonl": Run(),
     GRADE_AS_SHOWN: Run(instead=(("graded.jsonl", "graded_as_shown.jsonl"),)),
     "cat graded.jsonl": Run(
@@ -429,6 +431,14 @@ TUTORIALS = {
         "tests/examples/test_openai_agent.py::"
         "test_the_tutorials_command_trains_the_unmodified_agent"
     ),
+    f"{TRAIN_TINY} loss.name=my_losses.bounded loss.settings.limit=1.5 "
+    "train.num_steps_per_rollout=2 run.dir=runs/bounded": tiny(*FEW),
+    f"{TRAIN_TINY} loss.name=my_losses.bounded loss.reweight=stare loss.controller=critical "
+    "loss.w_max=20 run.dir=runs/bounded_stare": tiny(*FEW, markers=SLOW),
+    f"{TORCHRUN} train tiny.yaml policy.tensor_model_parallel_size=2 "
+    "policy.pipeline_model_parallel_size=2 run.dir=runs/four": QUICKSTART,
+}
+AGENTS = {
     "torchrun --nproc-per-node 8 -m megatron_stare train tool_use_7b data.prompt_data=math.jsonl "
     "cold_start.data=conversations.jsonl tools.environment= "
     "agents.function=examples.agents.tool_environment.python": Elsewhere(
@@ -442,15 +452,6 @@ TUTORIALS = {
     '"$(cat examples/agents/text_arena.json)" > rows.jsonl': Elsewhere(
         "tests/rollout/agents/test_agents_games.py::test_each_player_gets_its_own_reward"
     ),
-    f"{TRAIN_TINY} scoring.reward=judge 'judge.urls=[http://node1:30000/v1]' judge.kind=score": (
-        Elsewhere("tests/scoring/llm_judge/test_llm_judge_runs.py")
-    ),
-    f"{TRAIN_TINY} loss.name=my_losses.bounded loss.settings.limit=1.5 "
-    "train.num_steps_per_rollout=2 run.dir=runs/bounded": tiny(*FEW),
-    f"{TRAIN_TINY} loss.name=my_losses.bounded loss.reweight=stare loss.controller=critical "
-    "loss.w_max=20 run.dir=runs/bounded_stare": tiny(*FEW, markers=SLOW),
-    f"{TORCHRUN} train tiny.yaml policy.tensor_model_parallel_size=2 "
-    "policy.pipeline_model_parallel_size=2 run.dir=runs/four": QUICKSTART,
 }
 COMMANDS: dict[str, Run | Elsewhere] = (
     README
@@ -458,6 +459,7 @@ COMMANDS: dict[str, Run | Elsewhere] = (
     | SLURM
     | HOUSE
     | TUTORIALS
+    | AGENTS
     | OF_RECIPES
     | PLANS
     | GPUDAY

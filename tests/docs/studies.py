@@ -9,6 +9,16 @@ UNPACK = "tar -xJf docs/studies/smollm2.tar.xz"
 ADAPTED_ARMS = Elsewhere(
     "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
 )
+LOW = " ".join(f"runs/smollm2_135m_control/seed{seed}/stare_low" for seed in range(3))
+SUMS = " ".join(f"runs/smollm2_135m_losses/seed{seed}/stare" for seed in range(3)) + f" {LOW}"
+
+
+def _problems(runs: str, arm: str) -> str:
+    """The results by problem of an arm's three seeds, at T = 1."""
+    places = (f"runs/smollm2_135m_{runs}/seed{seed}/{arm}" for seed in range(3))
+    return " ".join(f"{place}/problems_1.jsonl" for place in places)
+
+
 STUDIES = {
     **{
         f".venv/bin/{PYTHON} train {words}": Elsewhere(
@@ -28,13 +38,11 @@ STUDIES = {
     "evaluation.per_set.heldout.temperature=1 evaluation.per_set.heldout.n_samples=16": Elsewhere(
         "tests/loop/evaluation/test_evaluation.py"
     ),
-    ".venv/bin/python benchmarks/paired.py "
-    "--first runs/smollm2_135m_lcm_losses/seed0/grpo_ds/problems_1.jsonl "
-    "runs/smollm2_135m_lcm_losses/seed1/grpo_ds/problems_1.jsonl "
-    "runs/smollm2_135m_lcm_losses/seed2/grpo_ds/problems_1.jsonl "
-    "--second runs/smollm2_135m_lcm_losses/seed0/stare/problems_1.jsonl "
-    "runs/smollm2_135m_lcm_losses/seed1/stare/problems_1.jsonl "
-    "runs/smollm2_135m_lcm_losses/seed2/stare/problems_1.jsonl": Run(needs=(UNPACK,)),
+    **{
+        f".venv/bin/python benchmarks/paired.py --first {_problems(runs, 'grpo_ds')} "
+        f"--second {_problems(runs, 'stare')}": Run(needs=(UNPACK,))
+        for runs in ("losses", "lcm_losses")
+    },
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed0/grpo_ds "
     "runs/smollm2_135m_lcm_losses/seed0/stare "
     "runs/smollm2_135m_lcm_losses/seed1/grpo_ds runs/smollm2_135m_lcm_losses/seed1/stare "
@@ -50,13 +58,16 @@ STUDIES = {
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_losses/seed1/grpo_ds "
     "runs/smollm2_135m_losses/seed1/stare runs/smollm2_135m_control/seed1/stare_low "
     "--curve entropy,reward,signal_fraction": Run(needs=(UNPACK,)),
-    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_losses/seed0/stare "
-    "runs/smollm2_135m_losses/seed1/stare runs/smollm2_135m_control/seed0/stare_low "
-    "runs/smollm2_135m_control/seed1/stare_low --curve weight_w": Run(needs=(UNPACK,)),
-    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_control/seed0/stare_low "
-    "runs/smollm2_135m_control/seed1/stare_low runs/smollm2_135m_repo/seed0/repo_r": Run(
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_losses/seed2/grpo_ds "
+    "runs/smollm2_135m_losses/seed2/stare runs/smollm2_135m_control/seed2/stare_low "
+    "--curve entropy,reward,signal_fraction": Run(needs=(UNPACK,)),
+    f".venv/bin/python benchmarks/study.py {SUMS} --curve weight_w": Run(needs=(UNPACK,)),
+    f".venv/bin/python benchmarks/study.py {LOW} runs/smollm2_135m_repo/seed0/repo_r": Run(
         needs=(UNPACK,)
     ),
+    f".venv/bin/python benchmarks/entropy_prediction.py --runs {SUMS} "
+    "runs/smollm2_135m_lcm_losses/seed0/stare runs/smollm2_135m_lcm_losses/seed1/stare "
+    "runs/smollm2_135m_lcm_losses/seed2/stare": Run(needs=(UNPACK,)),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_control/seed0/bonus "
     "--curve entropy,entropy_coefficient": Run(needs=(UNPACK,)),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_repo/seed0/repo_r "
@@ -69,7 +80,7 @@ STUDIES = {
     "train.num_rollout=150 run.keep_every=50 run.dir=runs/smollm2_135m_control": Elsewhere(
         "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
     ),
-    f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_low --seeds 1 "
+    f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_low --seeds 1,2 "
     "train.num_rollout=150 run.keep_every=50 run.dir=runs/smollm2_135m_control": Elsewhere(
         "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
     ),
@@ -77,11 +88,11 @@ STUDIES = {
     "train.num_rollout=120 run.keep_every=50 run.dir=runs/smollm2_135m_repo": Elsewhere(
         "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
     ),
-    ".venv/bin/python benchmarks/paired.py "
-    "--first runs/smollm2_135m_losses/seed0/grpo_ds/problems_1.jsonl "
-    "runs/smollm2_135m_losses/seed1/grpo_ds/problems_1.jsonl "
-    "--second runs/smollm2_135m_control/seed0/stare_low/problems_1.jsonl "
-    "runs/smollm2_135m_control/seed1/stare_low/problems_1.jsonl": Run(needs=(UNPACK,)),
+    **{
+        f".venv/bin/python benchmarks/paired.py --first {_problems('losses', other)} "
+        f"--second {_problems('control', 'stare_low')}": Run(needs=(UNPACK,))
+        for other in ("grpo_ds", "stare")
+    },
     f".venv/bin/{PYTHON} evaluate runs/smollm2_135m_losses/seed0/stare "
     "evaluation.per_set.heldout.temperature=0.6 evaluation.per_set.heldout.n_samples=16": Elsewhere(
         "tests/loop/evaluation/test_evaluation.py"
@@ -102,13 +113,6 @@ STUDIES = {
             "runs/smollm2_135m_losses/seed2",
         )
     },
-    ".venv/bin/python benchmarks/paired.py "
-    "--first runs/smollm2_135m_losses/seed0/grpo_ds/problems_1.jsonl "
-    "runs/smollm2_135m_losses/seed1/grpo_ds/problems_1.jsonl "
-    "runs/smollm2_135m_losses/seed2/grpo_ds/problems_1.jsonl "
-    "--second runs/smollm2_135m_losses/seed0/stare/problems_1.jsonl "
-    "runs/smollm2_135m_losses/seed1/stare/problems_1.jsonl "
-    "runs/smollm2_135m_losses/seed2/stare/problems_1.jsonl": Run(needs=(UNPACK,)),
     f".venv/bin/{PYTHON} report runs/smollm2_135m_lcm": Run(needs=(UNPACK,)),
     f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_lora --losses "
     "grpo_ds,grpo_ds_rank1,grpo_ds_rank8,grpo_ds_rank32,grpo_ds_rank8_1x,stare,stare_rank1,"

@@ -67,7 +67,12 @@ STUDIES = {
     ),
     f".venv/bin/python benchmarks/entropy_prediction.py --runs {SUMS} "
     "runs/smollm2_135m_lcm_losses/seed0/stare runs/smollm2_135m_lcm_losses/seed1/stare "
-    "runs/smollm2_135m_lcm_losses/seed2/stare": Run(needs=(UNPACK,)),
+    "runs/smollm2_135m_lcm_losses/seed2/stare runs/smollm2_135m_realised/seed2/stare": Run(
+        needs=(UNPACK,)
+    ),
+    f".venv/bin/{PYTHON} compare smollm2_135m --losses stare --seeds 2 train.num_rollout=40 "
+    "evaluation.eval_interval=0 diagnostics.realised=true "
+    "run.dir=runs/smollm2_135m_realised": ADAPTED_ARMS,
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_control/seed0/bonus "
     "--curve entropy,entropy_coefficient": Run(needs=(UNPACK,)),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_repo/seed0/repo_r "

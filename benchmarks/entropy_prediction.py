@@ -40,7 +40,7 @@ from megatron_stare.reporting.logbook import read_metrics
 
 PREFIX = "entropy_change/"
 # The columns of a table: the figures of each row, and their formats.
-FORMS = {
+FORMATS = {
     "steps": "d",
     "correlation": ".2f",
     "sign": ".0%",
@@ -87,11 +87,11 @@ def findings(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table_of(run: str, found: dict[str, Any]) -> Table:
     """The findings of one run."""
-    table = Table("", *FORMS, title=f"{run}, cost {found['cost']:.2%} of a step")
+    table = Table("", *FORMATS, title=f"{run}, cost {found['cost']:.2%} of a step")
     for what, values in found.items():
         if isinstance(values, dict) and values:
             cells = (
-                format(values[key], form) if key in values else "" for key, form in FORMS.items()
+                format(values[key], form) if key in values else "" for key, form in FORMATS.items()
             )
             table.add_row(what, *cells)
     return table

@@ -37,12 +37,12 @@ READ = {
     "scoring.code_seconds=9": ["scoring.reward=per_source", "scoring.per_source={a: code}"],
     "judge.urls=[http://127.0.0.1:9/v1]": ["scoring.reward=judge"],
     "tools.max_turns=2": ["tools.environment=calculator"],
-    "agents.max_calls=3": ["agents.command=[agent]"],
-    "sglang.urls=[http://127.0.0.1:9]": ["rollout.engine=sglang"],
-    "sglang.draft_tokens=2": ["rollout.engine=sglang", "sglang.speculation=ngram"],
     "cold_start.data=shown.jsonl": ["cold_start.steps=1"],
     "cold_start.steps=1": ["cold_start.data=shown.jsonl"],
     "cold_start.lr=1e-4": ["cold_start.data=shown.jsonl", "cold_start.steps=1"],
+    "agents.max_calls=3": ["agents.command=[agent]"],
+    "sglang.urls=[http://127.0.0.1:9]": ["rollout.engine=sglang"],
+    "sglang.draft_tokens=2": ["rollout.engine=sglang", "sglang.speculation=ngram"],
     "sglang.sync_directory=shared": ["rollout.engine=sglang", "sglang.sync_method=disk"],
 }
 

@@ -6,7 +6,7 @@ from tests.docs.ways import PYTHON, Elsewhere, Run
 from tests.paths import ROOT
 
 UNPACK = "tar -xJf docs/studies/smollm2.tar.xz"
-ADAPTED_ARMS = Elsewhere(
+VALID_ARMS = Elsewhere(
     "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
 )
 LOW = " ".join(f"runs/smollm2_135m_control/seed{seed}/stare_low" for seed in range(3))
@@ -39,9 +39,15 @@ STUDIES = {
         "tests/loop/evaluation/test_evaluation.py"
     ),
     **{
-        f".venv/bin/python benchmarks/paired.py --first {_problems(runs, 'grpo_ds')} "
-        f"--second {_problems(runs, 'stare')}": Run(needs=(UNPACK,))
-        for runs in ("losses", "lcm_losses")
+        f".venv/bin/python benchmarks/paired.py --first {first} --second {second}": Run(
+            needs=(UNPACK,)
+        )
+        for first, second in (
+            (_problems("losses", "grpo_ds"), _problems("losses", "stare")),
+            (_problems("losses", "grpo_ds"), _problems("control", "stare_low")),
+            (_problems("losses", "stare"), _problems("control", "stare_low")),
+            (_problems("lcm_losses", "grpo_ds"), _problems("lcm_losses", "stare")),
+        )
     },
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed0/grpo_ds "
     "runs/smollm2_135m_lcm_losses/seed0/stare "
@@ -72,7 +78,7 @@ STUDIES = {
     ),
     f".venv/bin/{PYTHON} compare smollm2_135m --losses stare --seeds 2 train.num_rollout=40 "
     "evaluation.eval_interval=0 diagnostics.realised=true "
-    "run.dir=runs/smollm2_135m_realised": ADAPTED_ARMS,
+    "run.dir=runs/smollm2_135m_realised": VALID_ARMS,
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_control/seed0/bonus "
     "--curve entropy,entropy_coefficient": Run(needs=(UNPACK,)),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_repo/seed0/repo_r "
@@ -82,22 +88,11 @@ STUDIES = {
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed2/grpo_ds "
     "runs/smollm2_135m_lcm_losses/seed2/stare --responses gcd": Run(needs=(UNPACK,)),
     f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_low,bonus --seeds 0 "
-    "train.num_rollout=150 run.keep_every=50 run.dir=runs/smollm2_135m_control": Elsewhere(
-        "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
-    ),
+    "train.num_rollout=150 run.keep_every=50 run.dir=runs/smollm2_135m_control": VALID_ARMS,
     f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_low --seeds 1,2 "
-    "train.num_rollout=150 run.keep_every=50 run.dir=runs/smollm2_135m_control": Elsewhere(
-        "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
-    ),
+    "train.num_rollout=150 run.keep_every=50 run.dir=runs/smollm2_135m_control": VALID_ARMS,
     f".venv/bin/{PYTHON} compare smollm2_135m --losses repo_r --seeds 0 "
-    "train.num_rollout=120 run.keep_every=50 run.dir=runs/smollm2_135m_repo": Elsewhere(
-        "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
-    ),
-    **{
-        f".venv/bin/python benchmarks/paired.py --first {_problems('losses', other)} "
-        f"--second {_problems('control', 'stare_low')}": Run(needs=(UNPACK,))
-        for other in ("grpo_ds", "stare")
-    },
+    "train.num_rollout=120 run.keep_every=50 run.dir=runs/smollm2_135m_repo": VALID_ARMS,
     f".venv/bin/{PYTHON} evaluate runs/smollm2_135m_losses/seed0/stare "
     "evaluation.per_set.heldout.temperature=0.6 evaluation.per_set.heldout.n_samples=16": Elsewhere(
         "tests/loop/evaluation/test_evaluation.py"
@@ -121,10 +116,10 @@ STUDIES = {
     f".venv/bin/{PYTHON} report runs/smollm2_135m_lcm": Run(needs=(UNPACK,)),
     f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_lora --losses "
     "grpo_ds,grpo_ds_rank1,grpo_ds_rank8,grpo_ds_rank32,grpo_ds_rank8_1x,stare,stare_rank1,"
-    "stare_rank8": ADAPTED_ARMS,
+    "stare_rank8": VALID_ARMS,
     **{
         f".venv/bin/{PYTHON} compare smollm2_135m run.dir=runs/smollm2_135m_apart "
-        f"adapters.merge=false --losses {arms}": ADAPTED_ARMS
+        f"adapters.merge=false --losses {arms}": VALID_ARMS
         for arms in (
             "grpo_ds_rank1,grpo_ds_rank32,grpo_ds_rank1_1x,grpo_ds_rank8_1x,grpo_ds_rank32_1x,"
             "stare_rank32",

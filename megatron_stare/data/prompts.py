@@ -19,6 +19,7 @@ from megatron_stare.config import Config, DataConfig, UserError, source_of
 from megatron_stare.data.rows import BadRow, Dropped, Row, read_rows
 from megatron_stare.data.screening import Screen
 from megatron_stare.records import Prompt
+from megatron_stare.system import digest
 
 TOO_LONG = "over data.rollout_max_prompt_len"
 
@@ -149,6 +150,13 @@ def check_rewarded(config: Config, prompts: Iterable[Prompt], where: str) -> Non
                 f"{where}: a row {what}, and scoring.per_source has a reward for "
                 f"{', '.join(known)}; add one, or correct the row or data.source_key"
             )
+
+
+def prompts_digest(prompts: Iterable[Prompt]) -> str:
+    """16 hex digits of the prompts' token ids, in order. Labels and metadata may be corrected
+    during a run.
+    """
+    return digest("".join(digest(prompt.token_ids, 16) for prompt in prompts), 16)
 
 
 class PromptStream:

@@ -18,6 +18,8 @@ from megatron_stare.collect.rollout_worker import RolloutWorkers, decoded_togeth
 from megatron_stare.collect.workers.worker_main import WorkerParts
 from megatron_stare.collect.workers.worker_processes import WorkerProcesses
 from megatron_stare.config import Config, UserError
+from megatron_stare.data.prompts import prompts_digest
+from megatron_stare.loop import run_directory
 from megatron_stare.loop.diagnostics.observer import Observer
 from megatron_stare.loop.evaluation import sets as evaluation_sets
 from megatron_stare.loop.evaluation.evaluation import Evaluator
@@ -65,8 +67,10 @@ def assemble(config: Config, topology: Topology) -> Parts:
     hf, objective, judge, tokenizer, stream, lines = resolve(config)
     build.transformer_config(hf, config.policy, topology)
     check_adapters(hf, config.adapters, config.policy)
-    if lines and topology.is_first:
-        print("\n".join(lines), flush=True)
+    if topology.is_first:
+        run_directory.claim_prompts(config, len(stream.prompts), prompts_digest(stream.prompts))
+        for line in lines:
+            print(line, flush=True)
     with contextlib.ExitStack() as on_failure:
         workers = build_workers(config, topology)
         if workers is not None:

@@ -15,9 +15,10 @@ from typing import Any
 
 from megatron_stare import config as configuration
 from megatron_stare.config import Config, UserError
-from megatron_stare.system import atomic_write, try_lock
+from megatron_stare.system import atomic_write, json_line, try_lock
 
 CONFIG_NAME, LOCK_NAME, HISTORY_NAME = "config.yaml", ".lock", "config_history.jsonl"
+PROMPTS_NAME = "prompts.json"  # the number and the digest of the training prompts
 SOLVED_NAME = "solved.txt"  # why a run ended early with nothing left to learn
 LOCK_PATIENCE_SECONDS = 60.0
 
@@ -78,6 +79,23 @@ def changes_of(config: Config) -> dict[str, tuple[Any, Any]]:
             if key != "run.dir":
                 changes[key] = (old, new)
     return changes
+
+
+def claim_prompts(config: Config, count: int, digest: str) -> None:
+    """Keep the number and the digest of the training prompts. UserError: the run that would
+    continue has drawn from others; its position and its rollouts name prompts by their place.
+    """
+    directory, place = Path(config.run.dir), Path(config.run.dir) / PROMPTS_NAME
+    own = {"prompts": count, "digest": digest}
+    if not (place.is_file() and has_begun(directory)):
+        atomic_write(place, json_line(own))
+    elif (known := json.loads(place.read_text())) != own:
+        raise UserError(
+            f"{directory} holds a run on other training prompts: {known['prompts']} with digest "
+            f"{known['digest']}, and now {count} with digest {digest}; restore the data, the "
+            "packages that make it and the tokenizer (with data.drop_evaluation_prompts also "
+            "evaluation.eval_data), or choose another run.dir"
+        )
 
 
 def end_solved(directory: Path, sentence: str, step: int) -> None:

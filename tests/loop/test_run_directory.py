@@ -50,6 +50,28 @@ def test_another_run_is_refused_in_the_same_directory(
         Trainer(small_config(tmp_path, "train.num_rollout=1", option), topology)
 
 
+def test_other_prompts_are_refused_and_corrected_labels_are_not(
+    tmp_path: Path, topology: Topology
+) -> None:
+    """A run resumes by numbers of draws, which mean other problems in another file."""
+    first = small_config(tmp_path, "train.num_rollout=1")
+    assert Trainer(first, topology).run(Interrupt())
+    config = small_config(tmp_path, "train.num_rollout=2")
+    problems = tmp_path / "problems.jsonl"
+    rows = [json.loads(line) for line in problems.read_text().splitlines()]
+
+    def write(rows: list[dict[str, str]]) -> None:
+        problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    message = "run holds a run on other training prompts: 36 with digest .{16}, and now "
+    for others, count in ((rows[1:], 35), ([rows[1], rows[0], *rows[2:]], 36)):
+        write(others)
+        with pytest.raises(UserError, match=f"{message}{count} with digest .*another run.dir"):
+            Trainer(config, topology)
+    write([row | {"label": "corrected"} for row in rows])
+    assert Trainer(config, topology).run(Interrupt())
+
+
 @pytest.mark.parametrize(
     "mistake",
     ["policy.hf_checkpoint=no/such/model", "loss.name=gropo", "data.prompt_data=missing.jsonl"],

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from megatron_stare.config.section import (
     Count,
+    Fraction,
     NonNegative,
     Positive,
     PositiveFraction,
@@ -64,6 +65,14 @@ class DataConfig:
     drop_evaluation_prompts: bool = False
     """Leave out training prompts that also occur in evaluation.eval_data; if false, they are only
     counted."""
+    pass_rates: str = ""
+    """File problems.jsonl that `evaluate` has written for the training prompts; a prompt is kept if
+    its fraction of correct responses lies in data.min_pass_rate .. data.max_pass_rate. Prompts that
+    the file lacks are left out."""
+    min_pass_rate: Fraction = 0.0
+    """Lowest fraction of correct responses of a prompt that is kept by data.pass_rates."""
+    max_pass_rate: Fraction = 1.0
+    """Highest fraction of correct responses of a prompt that is kept by data.pass_rates."""
     shuffle: bool = True
     """Shuffle the prompts differently in every epoch; if false, they keep the order of the file."""
 

@@ -215,6 +215,7 @@ READERS = (
     Readers(_keys("rollout.resampling", _AEPO), "rollout.resampling.method", ("aepo",)),
     Readers(_keys("rollout.resampling", _UEC_RL), "rollout.resampling.method", ("uec_rl",)),
     Readers(["rollout.resampling.min_advantage"], "rollout.resampling.method"),
+    Readers(_keys("data", "min_pass_rate max_pass_rate"), "data.pass_rates"),
     Readers(_keys("adapters", "alpha targets experts start merge"), "adapters.rank"),
     Readers(["optimizer.min_lr"], "optimizer.lr_decay_style"),
     Readers(["policy.recompute_modules"], "policy.recompute_granularity", ("selective",)),

@@ -268,10 +268,17 @@ def _check_data(config: Config) -> None:
         raise UserError("evaluation.reflection_words has an empty word; leave it out")
     if "" in config.rollout.stop:
         raise UserError("rollout.stop has an empty text; leave it out")
-    if config.data.sources and config.data.prompt_data:
+    data = config.data
+    if data.sources and data.prompt_data:
         raise UserError(
-            f"data.prompt_data={config.data.prompt_data!r} and data.sources are both set; keep one "
-            "of them"
+            f"data.prompt_data={data.prompt_data!r} and data.sources are both set; keep one of them"
+        )
+    least, most = data.min_pass_rate, data.max_pass_rate
+    if data.pass_rates and (least > most or (least, most) == (0, 1)):
+        raise UserError(
+            f"data.pass_rates keeps prompts from data.min_pass_rate={least:g} to "
+            f"max_pass_rate={most:g}, which is {'every one' if least < most else 'none'}; set "
+            "data.min_pass_rate=0.1 and data.max_pass_rate=0.9, for example"
         )
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.prompts import PromptStream, Tools, check_rewarded, load_prompts
 from megatron_stare.data.rows import Dropped, read_rows
-from megatron_stare.data.screening import Screen
+from megatron_stare.data.screening import PassRates, Screen
 from megatron_stare.data.sources import parts
 from megatron_stare.records import Prompt
 
@@ -82,6 +82,7 @@ def check_sources(config: Config) -> None:
     """
     named = [("data.sources", source) for source in config.data.sources]
     named += [("data.prompt_data", config.data.prompt_data)]
+    named += [("data.pass_rates", config.data.pass_rates)]
     named += [(f"evaluation.eval_data.{k}", v) for k, v in config.evaluation.eval_data.items()]
     for setting, source in named:
         if source:
@@ -101,7 +102,8 @@ def training_stream(
             "data.prompt_data is empty; give a .jsonl or .parquet file of problems, or data.sources"
         )
     check_sources(config)
-    screen = Screen(data.deduplicate, _questions(config), data.drop_evaluation_prompts)
+    rates = PassRates(data) if data.pass_rates else None
+    screen = Screen(data.deduplicate, _questions(config), data.drop_evaluation_prompts, rates)
     loaded = {source: load_prompts(source, tokenizer, data, screen, tools) for source in weights}
     lines = [
         _line(source, prompts, dropped)

@@ -125,13 +125,19 @@ def load_prompts(
     prompts: list[Prompt] = []
     for row in rows if screen is None else screen.kept(rows, dropped):
         try:
-            prompts.append(tokenize(row, tokenizer, config, len(prompts), tools))
+            prompt = tokenize(row, tokenizer, config, len(prompts), tools)
         except BadRow as error:
             if config.on_bad_row == "error":
                 raise UserError(
                     f"{row.file}, row {row.number}: {error}; correct it or set data.on_bad_row=skip"
                 ) from None
             dropped.note(error.reason, row, str(error))
+            continue
+        reason, counts = screen.rates.refusal(prompt) if screen and screen.rates else ("", "")
+        if reason:
+            dropped.note(reason, row, counts)
+        else:
+            prompts.append(prompt)
     if not prompts:
         raise UserError(
             f"{source}: every row was dropped ({dropped}); change data.*, or give other data"

@@ -1,5 +1,5 @@
-"""Rows that must not be trained on twice, or at all:
-duplicates, and problems of the evaluation files.
+"""Rows that must not be trained on twice, or at all: duplicates, problems of the evaluation files,
+and problems that are too easy or too hard.
 
 Two prompts are the same by what they ask (Row.question); the label does not count. `normalised`
 forgets case, white space and LaTeX's spacing and spelling variants; no word is left out,
@@ -13,7 +13,10 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 
+from megatron_stare.config import DataConfig, UserError
 from megatron_stare.data.rows import Dropped, Row
+from megatron_stare.data.sources import raw_rows
+from megatron_stare.records import Prompt
 
 DUPLICATE, RELABELLED, EVALUATED = (
     "duplicate",
@@ -44,17 +47,52 @@ def normalised(text: str) -> str:
     return _FORGOTTEN.sub("", text)
 
 
+class PassRates:
+    """Fractions of correct responses that `evaluate` found (problems.jsonl), by prompt and label.
+    Several rows of one problem are added up.
+    """
+
+    def __init__(self, data: DataConfig) -> None:
+        self._least, self._most = data.min_pass_rate, data.max_pass_rate
+        self._counts: dict[tuple[str, str], tuple[int, int]] = {}
+        for raw in raw_rows(data.pass_rates, "data.pass_rates"):
+            try:
+                problem = (raw.row["prompt"], raw.row["label"])
+                correct, sampled = self._counts.get(problem, (0, 0))
+                self._counts[problem] = (correct + raw.row["correct"], sampled + raw.row["k"])
+            except (TypeError, KeyError) as error:
+                raise UserError(
+                    f"data.pass_rates={raw.file}, row {raw.number}: {raw.fault or f'lacks {error}'}"
+                    "; give the problems.jsonl that `evaluate` writes"
+                ) from None
+
+    def refusal(self, prompt: Prompt) -> tuple[str, str]:
+        """The setting that leaves the prompt out, and its counts; empty if it is kept."""
+        correct, sampled = self._counts.get((prompt.text, prompt.label), (0, 0))
+        if not sampled:
+            return "without a row in data.pass_rates", ""
+        rate, said = correct / sampled, f"{correct} of {sampled} responses are correct"
+        if rate < self._least:
+            return "below data.min_pass_rate", said
+        return ("above data.max_pass_rate", said) if rate > self._most else ("", "")
+
+
 class Screen:
     """One pass over all sources of a run:
     what an earlier source has is a duplicate in a later one.
     """
 
     def __init__(
-        self, deduplicate: str = "none", evaluated: Iterable[str] = (), drop_evaluated: bool = False
+        self,
+        deduplicate: str = "none",
+        evaluated: Iterable[str] = (),
+        drop_evaluated: bool = False,
+        rates: PassRates | None = None,
     ) -> None:
-        """deduplicate: none | exact | normalised. `evaluated`:
-        the questions of the evaluation files.
+        """deduplicate: none | exact | normalised. `evaluated`: the questions of the evaluation
+        files. `rates`: to be asked of each prompt that is made of a row.
         """
+        self.rates = rates
         self.deduplicate, self.drop_evaluated = deduplicate, drop_evaluated
         self.evaluated_rows = 0  # found in the evaluation data, dropped or not
         self._seen: dict[bytes, str] = {}

@@ -181,6 +181,66 @@ def test_a_config_becomes_draws(tmp_path):
     assert {"21", "22"}.isdisjoint(prompt.label for prompt in stream.prompts)
 
 
+# --- pass rates
+# --------------------------------------------------------------------------------------------------
+
+
+def rated(directory, *overrides, rates=None):
+    """The settings of a run on five problems, of which four have a pass rate."""
+    problems, profile = directory / "problems.jsonl", directory / "profile.jsonl"
+    rows = [{"prompt": f"What is {n}?", "label": str(n)} for n in range(5)]
+    rates = rates or [
+        {"prompt": f"What is {n}?", "label": str(n), "correct": correct, "k": 4}
+        for n, correct in ((0, 0), (1, 1), (2, 3), (3, 4))
+    ]
+    for path, found in ((problems, rows), (profile, rates)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    settings = [f"data.prompt_data={problems}", f"data.pass_rates={profile}", *overrides]
+    return override(Config(), settings)
+
+
+def test_prompts_are_chosen_by_their_pass_rate(tmp_path):
+    config = rated(tmp_path, "data.min_pass_rate=0.25", "data.max_pass_rate=0.75")
+    stream, (line,) = training_stream(config, byte_tokenizer())
+    assert [(prompt.label, prompt.index) for prompt in stream.prompts] == [("1", 0), ("2", 1)]
+    assert line.endswith(
+        "3 rows skipped, 2 used: "
+        "1 below data.min_pass_rate (first: row 1: 0 of 4 responses are correct); "
+        "1 above data.max_pass_rate (first: row 4: 4 of 4 responses are correct); "
+        "1 without a row in data.pass_rates (first: row 5)"
+    )
+    stream, _ = training_stream(rated(tmp_path, "data.max_pass_rate=0.99"), byte_tokenizer())
+    assert [prompt.label for prompt in stream.prompts] == ["0", "1", "2"]
+
+
+def test_rows_of_one_problem_are_added_up_and_another_label_is_another_problem(tmp_path):
+    row = {"prompt": "What is 0?", "label": "0"}
+    rates = [row | {"correct": 4, "k": 4}, row | {"correct": 0, "k": 4, "label": "other"}]
+    stream, _ = training_stream(
+        rated(tmp_path, "data.min_pass_rate=0.9", rates=rates), byte_tokenizer()
+    )
+    assert [prompt.label for prompt in stream.prompts] == ["0"]
+    config = rated(tmp_path, "data.min_pass_rate=0.9", rates=[*rates, row | {"correct": 0, "k": 1}])
+    with pytest.raises(UserError, match=r"every row was dropped .*4 of 5 responses are correct"):
+        training_stream(config, byte_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rates", "words"),
+    [
+        (["data.max_pass_rate=1"], None, "every one; set data.min_pass_rate=0.1"),
+        (["data.min_pass_rate=0.5", "data.max_pass_rate=0.4"], None, "none; set"),
+        (["data.pass_rates=", "data.max_pass_rate=0.4"], None, "no effect without data.pass_rates"),
+        (["data.max_pass_rate=0.9"], [{"prompt": "x"}], "row 1: lacks 'label'; give the problems"),
+        (["data.max_pass_rate=0.9"], [["x"]], "profile.jsonl, row 1"),
+        (["data.max_pass_rate=0.9", "data.pass_rates=no.jsonl"], None, "rates=no.jsonl does not"),
+    ],
+)
+def test_bad_pass_rates_are_refused(overrides, rates, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        training_stream(rated(tmp_path, *overrides, rates=rates), byte_tokenizer())
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -156,7 +156,17 @@ CHECKPOINTS = {
         instead=(("exported/", "exported_in_half/"),), needs=(TRAIN,)
     ),
 }
+PROFILE = (
+    f"{TORCHRUN} evaluate short_cot_7b policy.hf_checkpoint=/models/Qwen2.5-Math-7B "
+    "run.dir=runs/profile evaluation.eval_data.train=math.jsonl "
+    "evaluation.per_set.train.n_samples=8"
+)
 DATA = {
+    PROFILE: Run(SMALL),
+    f"{TORCHRUN} train short_cot_7b policy.hf_checkpoint=/models/Qwen2.5-Math-7B "
+    "run.dir=runs/selected data.prompt_data=math.jsonl "
+    "data.pass_rates=runs/profile/evaluation/problems.jsonl data.min_pass_rate=0.1 "
+    "data.max_pass_rate=0.9": Run(SMALL, needs=(PROFILE,)),
     f"{TORCHRUN} train short_cot_7b policy.hf_checkpoint=/models/Qwen2.5-Math-7B "
     "data.prompt_data=math.jsonl": Run((*SMALL, "run.dir=runs/data")),
     "python tools/prepare_math_data.py --output math.jsonl dapo=dapo17k_first2000.parquet "

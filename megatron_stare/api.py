@@ -101,9 +101,9 @@ def train(
     """Start or resume a run, its cold start first, or a comparison if the configuration has arms.
     Collective.
 
-    `load` chooses the checkpoint to resume from: "latest", "latest-good" (skips damaged ones) or a
-    name such as "step_00000050". `interrupt.ask()`, from any thread, ends the run with a
-    checkpoint; in the main thread Ctrl-C and SIGTERM do as well.
+    `load` chooses the checkpoint to resume from: "latest", "latest-good" (skips damaged ones),
+    "best" (by run.keep_best) or a name such as "step_00000050". `interrupt.ask()`, from any thread,
+    ends the run with a checkpoint; in the main thread Ctrl-C and SIGTERM do as well.
     """
     from megatron_stare.compare.compare import compare
     from megatron_stare.loop import cold_start

@@ -9,7 +9,7 @@ from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.loop.parts import load_tokenizer
 from megatron_stare.policy import build, manifest, model_state
 from megatron_stare.policy import topology as topologies
-from megatron_stare.policy.checkpoints.checkpoints import LATEST, verify
+from megatron_stare.policy.checkpoints.checkpoints import BEST, LATEST, verify
 from megatron_stare.policy.conversion import convert, verification
 from megatron_stare.policy.conversion.gguf import gguf_to_hf
 from megatron_stare.policy.conversion.merging import stored_adapters
@@ -86,7 +86,11 @@ def run(
 
 
 def _source(direction: str, source: Path) -> Path:
-    """The directory to read; for a run or its checkpoints, the latest of them."""
+    """The directory to read; for a run or its checkpoints, the latest of them, and for a file that
+    names a checkpoint that one.
+    """
+    if source.is_file() and source.name in (LATEST, BEST):
+        source = source.parent / source.read_text().split()[0]
     if not source.is_dir():
         raise UserError(f"SOURCE {source} is not a directory; give a checkpoint's directory")
     if direction == TO_MEGATRON:

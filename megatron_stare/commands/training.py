@@ -19,7 +19,8 @@ INTERRUPTED = 130  # an exit code
 LOAD = argument(
     "--load",
     default="latest",
-    help="latest, latest-good (skips damaged ones), or a checkpoint such as step_00000050",
+    help="latest, latest-good (skips damaged ones), best (by run.keep_best), or a checkpoint such "
+    "as step_00000050",
 )
 
 

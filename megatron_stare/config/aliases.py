@@ -78,6 +78,7 @@ ALIASES = {
     "max_steps": "train.num_rollout",
     "max_tokens": "rollout.rollout_max_response_len",
     "mem_fraction_static": "sglang.server_args",
+    "metric_for_best_model": "run.keep_best",
     "micro_batch_size": "policy.max_tokens_per_gpu",
     "mini_batch_size": "train.num_steps_per_rollout",
     "model": "policy.hf_checkpoint",

@@ -46,6 +46,9 @@ class RunConfig:
     """Number of newest checkpoints that are kept."""
     keep_every: Whole = 0
     """Also keep every checkpoint whose rollout batch is a multiple of this number; 0 keeps none."""
+    keep_best: str = ""
+    """Metric of an evaluation, e.g. `eval/aime24/avg_at_k`: the checkpoint with its highest value
+    is also kept, and `--load best` takes it."""
     record: Literal["none", "replayable", "all"] = "replayable"
     """Training input that is stored for `train RUN --replay STEP`, at 9 to 13 bytes per token plus
     the text: `replayable` keeps the steps since the oldest checkpoint, `all` keeps every step.

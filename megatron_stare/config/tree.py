@@ -75,6 +75,7 @@ def check(config: Config) -> None:
         _check_asynchrony,
         _check_kept_caches,
         _check_data,
+        _check_keep_best,
         _check_rewards,
         _check_servers,
         _check_served_weights,
@@ -279,6 +280,27 @@ def _check_data(config: Config) -> None:
             f"data.pass_rates keeps prompts from data.min_pass_rate={least:g} to "
             f"max_pass_rate={most:g}, which is {'every one' if least < most else 'none'}; set "
             "data.min_pass_rate=0.1 and data.max_pass_rate=0.9, for example"
+        )
+
+
+def _check_keep_best(config: Config) -> None:
+    wanted, evaluation = config.run.keep_best, config.evaluation
+    if not wanted:
+        return
+    numbers = [
+        f"eval/{n}/{at_k}" for n in evaluation.eval_data for at_k in ("avg_at_k", "pass_at_k")
+    ]
+    if wanted not in numbers:
+        raise UserError(
+            f"run.keep_best={wanted!r} is not one of {', '.join(numbers) or 'the numbers'} of "
+            "evaluation.eval_data; set it to one of these, or leave it empty"
+        )
+    between, saved = evaluation.eval_interval, config.run.save_interval
+    if not between or not saved or between % saved:
+        raise UserError(
+            f"run.keep_best={wanted} chooses among steps that are evaluated and saved, and "
+            f"evaluation.eval_interval={between} is not a multiple of run.save_interval={saved}; "
+            f"set run.save_interval={between or 50}{'' if between else ' and eval_interval=50'}"
         )
 
 

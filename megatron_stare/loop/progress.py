@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,9 +201,12 @@ class SavedRun:
         self.topology, directory = actor.topology, Path(actor.config.run.dir) / "checkpoints"
         self.checkpoints = Checkpoints(actor, directory, actor.config.run)
 
-    def save_due(self) -> None:
-        """Save where run.save_interval asks for it; finish a save in the background."""
+    def save_due(self, metrics: Mapping[str, float]) -> None:
+        """Save where run.save_interval asks for it; finish a save in the background. `metrics`: of
+        the last step.
+        """
         self.checkpoints.poll()
+        self.checkpoints.note(self.progress.step, metrics)
         if self.checkpoints.due(self.progress.step):
             with heartbeat.phase("save"):
                 self.checkpoints.save(self.progress.step, self._state())

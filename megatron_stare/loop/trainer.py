@@ -64,7 +64,7 @@ class Trainer:
                 except Interrupted:
                     break
                 write(metrics)
-                self.saved.save_due()
+                self.saved.save_due(metrics)
                 if self.step % RETURN_INTERVAL == 0:
                     return_memory()
             self.saved.save_last()

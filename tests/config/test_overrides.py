@@ -99,6 +99,7 @@ def test_overrides_apply_in_order_and_leave_the_original():
         ("rollout.gpu_memory_utilization=0.5", "sglang.server_args"),
         ("trainer.rollout_data_dir=dump", "run.record"),
         ("save_total_limit=3", "run.keep_last"),
+        ("metric_for_best_model=eval_reward", "run.keep_best"),
         ("loss.entropy_target=1", "loss.target_entropy"),
     ],
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.topology import Topology
 from megatron_stare.system import atomic_write, sync_directory
 
-LATEST, LATEST_GOOD = "latest", "latest-good"
+LATEST, LATEST_GOOD, BEST = "latest", "latest-good", "best"
 _WRITING, _SET_ASIDE = ".writing_", "set_aside_"
 
 
@@ -41,12 +41,16 @@ class CheckpointDirectory:
         """The checkpoint to continue from, every file of it verified;
         None where the run has none yet.
 
-        `load`: 'latest'; 'latest-good', the newest without damage; or the name of one, like
-        step_00000050. To `claim` it gives newer checkpoints another name: nothing is removed or
-        written over.
+        `load`: 'latest'; 'latest-good', the newest without damage; 'best', by run.keep_best; or the
+        name of one, like step_00000050. To `claim` it gives newer checkpoints another name: nothing
+        is removed or written over.
         UserError: it is damaged or missing, naming the file.
         """
         newest_first = self._names()
+        if load == BEST:
+            load = self.topology.gather(self._best()[0])[0]
+            if not load:
+                raise UserError(f"--load best: none in {self.directory}; set run.keep_best")
         if load not in (LATEST, LATEST_GOOD):
             if load not in newest_first:
                 raise UserError(
@@ -89,6 +93,16 @@ class CheckpointDirectory:
                 f"{pointer} names {named}, which is missing; put it back or remove {pointer}"
             )
         return names
+
+    def _best(self) -> tuple[str, float, str]:
+        """The best checkpoint so far, its value of run.keep_best, and that metric; "" where there
+        is none, or none any longer.
+        """
+        pointer = self.directory / BEST
+        if not pointer.is_file():
+            return "", 0.0, ""
+        name, value, metric = pointer.read_text().split(maxsplit=2)
+        return (name if (self.directory / name).is_dir() else ""), float(value), metric
 
     def _claim(self, name: str) -> None:
         """Make it the newest. UserError: the directory cannot be written."""
@@ -133,6 +147,7 @@ class Checkpoints(CheckpointDirectory):
         self.pending: tuple[int, Path, Save] | None = None
         self.failure = ""
         self.saved: int | None = None  # the step last saved or loaded
+        self._evaluated: dict[int, float] = {}  # step -> value of run.keep_best
 
     def save(self, step: int, loop_state: dict[str, Any]) -> None:
         """Write checkpoint `step`, or begin to (run.async_save)."""
@@ -155,6 +170,11 @@ class Checkpoints(CheckpointDirectory):
         """Whether run.save_interval asks for a checkpoint at this step."""
         interval = self.config.save_interval
         return interval > 0 and step % interval == 0
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of a step that may be saved next; run.keep_best may be among them."""
+        if self.config.keep_best in metrics:
+            self._evaluated[step] = metrics[self.config.keep_best]
 
     def save_last(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
         """Save the step from which the run can continue, unless it is saved already; nothing before
@@ -224,11 +244,24 @@ class Checkpoints(CheckpointDirectory):
         temporary.rename(final)
         sync_directory(self.directory)
         self._point_to(final.name)
+        best = self._best_with(step, final.name) if self.config.keep_best else ""
         kept_every = self.config.keep_every
         older = [path for path in listed(self.directory) if path.name <= final.name]
         for old in older[: -max(1, self.config.keep_last)]:
-            if not (kept_every and step_of(old) % kept_every == 0):
+            if old.name != best and not (kept_every and step_of(old) % kept_every == 0):
                 shutil.rmtree(old)
+
+    def _best_with(self, step: int, name: str) -> str:
+        """The name of the best checkpoint, which this one may be now."""
+        best, highest, metric = self._best()
+        if metric != self.config.keep_best:
+            best = ""
+        value = self._evaluated.pop(step, None)
+        if value is not None and (not best or value > highest):
+            best = name
+            content = f"{best} {value!r} {self.config.keep_best}"
+            atomic_write(self.directory / BEST, content, durable=True)
+        return best
 
 
 def verify(checkpoint: Path, topology: Topology) -> list[str]:

@@ -10,6 +10,11 @@ from megatron_stare.__main__ import main
 from megatron_stare.policy.conversion import convert, verification
 
 
+def weights_of(directory):
+    files = map(load_file, directory.glob("*.safetensors"))
+    return {name: value for file in files for name, value in file.items()}
+
+
 def test_verify_proves_both_directions(sources, tmp_path, capsys):
     (tmp_path / "prompts").write_text("one prompt\nand another\n")
     options = ["--verify", "--prompts", str(tmp_path / "prompts")]
@@ -19,6 +24,20 @@ def test_verify_proves_both_directions(sources, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.count("byte-identical after the round trip") == 2
     assert printed.count("positions of 2 prompts") == 2
+
+
+def test_the_best_checkpoint_of_a_run_is_a_source(sources, alone, tmp_path):
+    """Not the latest one, which the pointer next to it names."""
+    checkpoints = tmp_path / "checkpoints"
+    for step, model in ((1, "qwen3"), (2, "qwen2")):
+        convert.hf_to_megatron(sources[model], checkpoints / f"step_{step:08d}", alone)
+    (checkpoints / "latest").write_text("step_00000002")
+    (checkpoints / "best").write_text("step_00000001 0.5 eval/a set/avg_at_k")
+    source, target = str(checkpoints / "best"), tmp_path / "exported"
+    assert main(["convert", "megatron-to-hf", source, str(target)]) == 0
+    expected, found = weights_of(sources["qwen3"]), weights_of(target)
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(value) for name, value in expected.items())
 
 
 def test_verify_notices_one_wrong_value(sources, alone, tmp_path):

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stare.collect.judging import build_judge
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import training_stream
+from megatron_stare.data.prompts import prompts_digest
 from megatron_stare.debug.doctor import Finding, disk, nearest_place, servers
 from megatron_stare.loop import cold_start, run_directory
 from megatron_stare.loop.evaluation.sets import build_sets
@@ -135,6 +136,7 @@ def _cold_start(run: Config) -> str:
 def _data(run: Config, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]) -> str:
     stream, lines = training_stream(run, tokenizer, offered_tools(run))
     prompts += stream.prompts
+    run_directory.check_prompts(run, len(prompts), prompts_digest(prompts))
     lengths = [len(prompt.token_ids) for prompt in prompts]
     found = f"{len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens"
     return "; ".join([found, *lines])

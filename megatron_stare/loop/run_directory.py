@@ -82,14 +82,21 @@ def changes_of(config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def claim_prompts(config: Config, count: int, digest: str) -> None:
-    """Keep the number and the digest of the training prompts. UserError: the run that would
-    continue has drawn from others; its position and its rollouts name prompts by their place.
+    """Keep the number and the digest of the training prompts. UserError: as of check_prompts."""
+    check_prompts(config, count, digest)
+    place = Path(config.run.dir) / PROMPTS_NAME
+    content = json_line({"prompts": count, "digest": digest})
+    if not place.is_file() or place.read_text() != content:  # a full disk does not end a run
+        atomic_write(place, content)
+
+
+def check_prompts(config: Config, count: int, digest: str) -> None:
+    """UserError: the run that would continue in run.dir has drawn from other prompts; its position
+    and its rollouts name prompts by their place.
     """
     directory, place = Path(config.run.dir), Path(config.run.dir) / PROMPTS_NAME
-    own = {"prompts": count, "digest": digest}
-    if not (place.is_file() and has_begun(directory)):
-        atomic_write(place, json_line(own))
-    elif (known := json.loads(place.read_text())) != own:
+    known = json.loads(place.read_text()) if place.is_file() and has_begun(directory) else {}
+    if known and known != {"prompts": count, "digest": digest}:
         raise UserError(
             f"{directory} holds a run on other training prompts: {known['prompts']} with digest "
             f"{known['digest']}, and now {count} with digest {digest}; restore the data, the "

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_stare.__main__ import main
 from megatron_stare.config import dump
+from megatron_stare.loop.run_directory import claim_prompts
 from tests.small_run import small_config
 
 
@@ -50,6 +51,20 @@ def test_the_dry_run_lists_ready_and_missing_parts(
     assert "vocab_size=300" in failed["checkpoint"] and "not a JSON object" in failed["data"]
     model.write_text(kept)
     assert sorted(tmp_path.rglob("*")) == before, "nothing is left behind"
+
+
+def test_a_dry_run_refuses_to_continue_a_run_on_other_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, recipe = small_config(tmp_path), tmp_path / "small.yaml"
+    dump(config, recipe)
+    (tmp_path / "run").mkdir()
+    dump(config, tmp_path / "run/config.yaml")
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1}\n')
+    claim_prompts(config, 35, "0123456789abcdef")
+    code, lines = dry(recipe, capsys)
+    (fault,) = (line for line in lines if line.startswith("FAIL "))
+    assert code == 2 and "data: " in fault and "35 with digest 0123456789abcdef" in fault
 
 
 def test_a_dry_run_of_the_quickstart_leaves_no_files(

@@ -61,7 +61,7 @@ demo: $(STAMP) ## entropy collapse and its cure, in minutes; results in runs/qui
 	$(PYTHON) -m megatron_stare train quickstart run.dir=runs/quickstart $(ARGS)
 
 demo-llm: $(STAMP) models/smollm2-135m ## the same with a pretrained language model, about 40 minutes
-	$(PYTHON) -m megatron_stare train smollm2_135m $(ARGS)
+	env -u OMP_NUM_THREADS $(PYTHON) -m megatron_stare train smollm2_135m $(ARGS)
 
 models/smollm2-135m: | $(STAMP)
 	$(PYTHON) -m megatron_stare fetch smollm2-135m $@

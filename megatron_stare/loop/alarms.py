@@ -254,13 +254,14 @@ class Alarms:
         return None
 
     def _selection(self, metrics: Mapping[str, float]) -> str | None:
-        recent = self._history["gamma"][-self.settings.patience :]
-        if len(recent) < self.settings.patience or median(recent) > 0 or "gamma" not in metrics:
+        patience = self.settings.patience
+        recent = self._history["gamma"][-patience:]
+        if len(recent) < patience or "gamma" not in metrics or (middle := median(recent)) > 0:
             return None
         share = metrics.get("rising_share_positive", 0.0)
         return (
-            f"L+ lowers entropy (gamma {metrics['gamma']:.2g}; {share:.0%} of L+ raise it), a "
-            "larger W even more"
+            f"L+ lowers entropy (the median gamma of {patience} steps is {middle:.2g}; {share:.0%} "
+            "of L+ raise entropy in this step), a larger W even more"
         )
 
     def _weight(self, metrics: Mapping[str, float]) -> str | None:

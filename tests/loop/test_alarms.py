@@ -158,7 +158,7 @@ def test_a_selection_that_lowers_entropy_is_reported(tmp_path, topology):
     run(alarms, range(25, 35), **OPEN, gamma=lambda step: 0.1 if step % 3 == 0 else -0.1)
     (alarm,) = read_alarms(tmp_path)
     assert (alarm.alarm, alarm.remedy) == ("selection", REMEDIES["selection"])
-    assert "of 10 steps is -0.1; 25% of L+ raise entropy" in alarm.message
+    assert "of 3 steps is -0.1; 25% of L+ raise entropy" in alarm.message
 
 
 def test_a_weight_at_its_bound_is_reported(tmp_path, topology):

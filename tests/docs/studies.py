@@ -9,6 +9,9 @@ UNPACK = "tar -xJf docs/studies/smollm2.tar.xz"
 VALID_ARMS = Elsewhere(
     "tests/recipes/test_smollm2.py::test_every_arm_is_valid_and_adapted_ones_only_add_adapters"
 )
+VARIANTS = " ".join(
+    f"runs/smollm2_135m_variants/seed0/stare_{arm}" for arm in ("paper", "adaptive", "2_percent")
+)
 LOW = " ".join(f"runs/smollm2_135m_control/seed{seed}/stare_low" for seed in range(3))
 SUMS = " ".join(f"runs/smollm2_135m_losses/seed{seed}/stare" for seed in range(3)) + f" {LOW}"
 
@@ -79,6 +82,15 @@ STUDIES = {
     f".venv/bin/{PYTHON} compare smollm2_135m --losses stare --seeds 2 train.num_rollout=40 "
     "evaluation.eval_interval=0 diagnostics.realised=true "
     "run.dir=runs/smollm2_135m_realised": VALID_ARMS,
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_losses/seed0/grpo_ds "
+    f"{VARIANTS} runs/smollm2_135m_losses/seed0/stare --curve entropy,reward,signal_fraction": Run(
+        needs=(UNPACK,)
+    ),
+    f".venv/bin/python benchmarks/study.py {VARIANTS} runs/smollm2_135m_losses/seed0/stare "
+    "--curve rising_share_positive,weight_w": Run(needs=(UNPACK,)),
+    f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_paper,stare_adaptive,stare_2_percent "
+    "--seeds 0 train.num_rollout=75 run.keep_every=25 "
+    "run.dir=runs/smollm2_135m_variants": VALID_ARMS,
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_control/seed0/bonus "
     "--curve entropy,entropy_coefficient": Run(needs=(UNPACK,)),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_repo/seed0/repo_r "

@@ -61,9 +61,10 @@ class PassRates:
                 correct, sampled = self._counts.get(problem, (0, 0))
                 self._counts[problem] = (correct + raw.row["correct"], sampled + raw.row["k"])
             except (TypeError, KeyError) as error:
+                lacks = f"lacks {error}" if isinstance(error, KeyError) else "has another form"
                 raise UserError(
-                    f"data.pass_rates={raw.file}, row {raw.number}: {raw.fault or f'lacks {error}'}"
-                    "; give the problems.jsonl that `evaluate` writes"
+                    f"data.pass_rates={raw.file}, row {raw.number}: {raw.fault or lacks}; give the "
+                    "problems.jsonl that `evaluate` writes"
                 ) from None
 
     def refusal(self, prompt: Prompt) -> tuple[str, str]:

@@ -232,7 +232,8 @@ def test_rows_of_one_problem_are_added_up_and_another_label_is_another_problem(t
         (["data.min_pass_rate=0.5", "data.max_pass_rate=0.4"], None, "none; set"),
         (["data.pass_rates=", "data.max_pass_rate=0.4"], None, "no effect without data.pass_rates"),
         (["data.max_pass_rate=0.9"], [{"prompt": "x"}], "row 1: lacks 'label'; give the problems"),
-        (["data.max_pass_rate=0.9"], [["x"]], "profile.jsonl, row 1"),
+        (["data.max_pass_rate=0.9"], [["x"]], "profile.jsonl, row 1: has another form; give"),
+        (["data.max_pass_rate=0.9"], [{"prompt": ["x"], "label": "1"}], "row 1: has another form"),
         (["data.max_pass_rate=0.9", "data.pass_rates=no.jsonl"], None, "rates=no.jsonl does not"),
     ],
 )

@@ -200,9 +200,10 @@ class Checkpoints(CheckpointDirectory):
         if self.pending is None:
             return
         (step, temporary, save), self.pending = self.pending, None
+        value = self._evaluated.pop(step, None)
         with self._failures_reported(step, temporary):
             save.finish()
-            self._on_first_rank(lambda: self._publish(step, temporary))
+            self._on_first_rank(lambda: self._publish(step, temporary, value))
             self.saved = step
 
     @contextmanager
@@ -237,30 +238,31 @@ class Checkpoints(CheckpointDirectory):
         hf_files.copy_description(Path(self.actor.config.policy.hf_checkpoint), temporary)
         configuration.dump(self.actor.config, temporary / "config.yaml")
 
-    def _publish(self, step: int, temporary: Path) -> None:
+    def _publish(self, step: int, temporary: Path, value: float | None) -> None:
         final = self.directory / f"{STEP}{step:08d}"
         if final.exists():
             _set_aside(final)
         temporary.rename(final)
         sync_directory(self.directory)
         self._point_to(final.name)
-        best = self._best_with(step, final.name) if self.config.keep_best else ""
+        best = self._best_with(final.name, value) if self.config.keep_best else ""
         kept_every = self.config.keep_every
         older = [path for path in listed(self.directory) if path.name <= final.name]
         for old in older[: -max(1, self.config.keep_last)]:
             if old.name != best and not (kept_every and step_of(old) % kept_every == 0):
                 shutil.rmtree(old)
 
-    def _best_with(self, step: int, name: str) -> str:
-        """The name of the best checkpoint, which this one may be now."""
+    def _best_with(self, name: str, value: float | None) -> str:
+        """The name of the best checkpoint, which this new one of `value` may be now."""
         best, highest, metric = self._best()
-        if metric != self.config.keep_best:
+        if metric != self.config.keep_best or best == name:  # the latter: of one that was set aside
             best = ""
-        value = self._evaluated.pop(step, None)
         if value is not None and (not best or value > highest):
             best = name
             content = f"{best} {value!r} {self.config.keep_best}"
             atomic_write(self.directory / BEST, content, durable=True)
+        elif not best:
+            (self.directory / BEST).unlink(missing_ok=True)
         return best
 
 

@@ -10,11 +10,8 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
+from tests.policy.checkpoints.test_checkpoints import saved
 from tests.small_run import rows_of, small_config
-
-
-def saved(config: Config) -> list[str]:
-    return sorted(path.name for path in (Path(config.run.dir) / "checkpoints").iterdir())
 
 
 def evaluated(directory: Path, *options: str) -> Config:
@@ -68,6 +65,19 @@ def test_a_run_continues_from_its_best_checkpoint(tmp_path: Path, topology: Topo
     assert rows_of(config) == before, "the same steps again"
     assert [each for each in saved(config) if "aside" in each] == ["set_aside_0_step_00000008"]
     assert name in saved(config)
+
+
+def test_the_value_of_a_checkpoint_that_was_set_aside_does_not_count(
+    tmp_path: Path, topology: Topology
+) -> None:
+    options = ("run.keep_best=eval/held/avg_at_k", "run.seed=1", "run.keep_every=6")
+    config = evaluated(tmp_path, "train.num_rollout=8", *options)
+    assert Trainer(config, topology).run(Interrupt())
+    pointer = Path(config.run.dir) / "checkpoints/best"
+    pointer.write_text("step_00000008 9.0 eval/held/avg_at_k")
+    assert Trainer(config, topology, load="step_00000006").run(Interrupt())
+    last = rows_of(config)[-1]["eval/held/avg_at_k"]
+    assert pointer.read_text() == f"step_00000008 {last!r} eval/held/avg_at_k"
 
 
 @pytest.mark.parametrize(

@@ -89,18 +89,17 @@ def _source(direction: str, source: Path) -> Path:
     """The directory to read; for a run or its checkpoints, the latest of them, and for a file that
     names a checkpoint that one.
     """
-    if source.is_file() and source.name in (LATEST, BEST):
-        source = source.parent / source.read_text().split()[0]
+    pointers = (source, source / "checkpoints" / LATEST, source / LATEST)
+    for pointer in () if direction == TO_MEGATRON else pointers:
+        if pointer.name in (LATEST, BEST) and pointer.is_file():
+            source = pointer.parent / pointer.read_text().partition(" ")[0].strip()
+            break
     if not source.is_dir():
         raise UserError(f"SOURCE {source} is not a directory; give a checkpoint's directory")
     if direction == TO_MEGATRON:
         if model_state.is_distributed(source):
             raise UserError(f"SOURCE {source} is a Megatron checkpoint already; use megatron-to-hf")
         return source
-    for pointer in (source / "checkpoints" / LATEST, source / LATEST):
-        if pointer.is_file():
-            source = pointer.parent / pointer.read_text().strip()
-            break
     if not model_state.is_distributed(source):
         raise UserError(
             f"SOURCE {source} is not a distributed checkpoint of Megatron's (metadata.json and "

@@ -298,8 +298,8 @@ def _check_keep_best(config: Config) -> None:
     between, saved = evaluation.eval_interval, config.run.save_interval
     if not between or not saved or between % saved:
         raise UserError(
-            f"run.keep_best={wanted} chooses among steps that are evaluated and saved, and "
-            f"evaluation.eval_interval={between} is not a multiple of run.save_interval={saved}; "
+            f"run.keep_best={wanted} needs steps that are evaluated, and each of them saved, which "
+            f"evaluation.eval_interval={between} with run.save_interval={saved} does not give; "
             f"set run.save_interval={between or 50}{'' if between else ' and eval_interval=50'}"
         )
 

@@ -133,7 +133,7 @@ def load_prompts(
                 ) from None
             dropped.note(error.reason, row, str(error))
             continue
-        reason, counts = screen.rates.refusal(prompt) if screen and screen.rates else ("", "")
+        reason, counts = screen.refusal(prompt) if screen else ("", "")
         if reason:
             dropped.note(reason, row, counts)
         else:

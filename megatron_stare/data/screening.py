@@ -91,9 +91,9 @@ class Screen:
         rates: PassRates | None = None,
     ) -> None:
         """deduplicate: none | exact | normalised. `evaluated`: the questions of the evaluation
-        files. `rates`: to be asked of each prompt that is made of a row.
+        files. `rates` choose among the prompts that rows become (`refusal`).
         """
-        self.rates = rates
+        self._rates = rates
         self.deduplicate, self.drop_evaluated = deduplicate, drop_evaluated
         self.evaluated_rows = 0  # found in the evaluation data, dropped or not
         self._seen: dict[bytes, str] = {}
@@ -119,6 +119,10 @@ class Screen:
                 dropped.note(reason, row)
             else:
                 yield row
+
+    def refusal(self, prompt: Prompt) -> tuple[str, str]:
+        """As of PassRates; empty without `rates`."""
+        return self._rates.refusal(prompt) if self._rates else ("", "")
 
     def _duplicate(self, row: Row, asked: str) -> str:
         text = row.question if self.deduplicate == "exact" else asked

@@ -86,7 +86,8 @@ def claim_prompts(config: Config, count: int, digest: str) -> None:
     check_prompts(config, count, digest)
     place = Path(config.run.dir) / PROMPTS_NAME
     content = json_line({"prompts": count, "digest": digest})
-    if not place.is_file() or place.read_text() != content:  # a full disk does not end a run
+    # A resumed run writes nothing here, so that a full disk does not end it.
+    if not place.is_file() or place.read_text() != content:
         atomic_write(place, content)
 
 

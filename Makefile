@@ -60,6 +60,7 @@ trainers: $(STAMP) ## make .venv-trainers: TRL and verl in addition to .venv, fo
 demo: $(STAMP) ## entropy collapse and its cure, in minutes; results in runs/quickstart
 	$(PYTHON) -m megatron_stare train quickstart run.dir=runs/quickstart $(ARGS)
 
+# its cold start may use all cores; the two runs divide them
 demo-llm: $(STAMP) models/smollm2-135m ## the same with a pretrained language model, about 40 minutes
 	env -u OMP_NUM_THREADS $(PYTHON) -m megatron_stare train smollm2_135m $(ARGS)
 

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -240,8 +239,13 @@ def main() -> None:
         )
     Console(width=100).print(table)
     begin = time.perf_counter()
-    layout: dict[str, Any] = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4}
-    policy = PolicyConfig(**layout, context_parallel_size=2, sequence_parallel=True, dtype="bf16")
+    policy = PolicyConfig(
+        tensor_model_parallel_size=8,
+        pipeline_model_parallel_size=4,
+        context_parallel_size=2,
+        sequence_parallel=True,
+        dtype="bf16",
+    )
     stage_counts(model_shape("Qwen2.5-32B"), policy, 512)
     print(f"Qwen2.5-32B on 512 ranks, counted in {time.perf_counter() - begin:.1f} s")
 

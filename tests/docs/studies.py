@@ -86,6 +86,7 @@ STUDIES = {
     f"{VARIANTS} runs/smollm2_135m_losses/seed0/stare --curve entropy,reward,signal_fraction": Run(
         needs=(UNPACK,)
     ),
+    f".venv/bin/python benchmarks/study.py {VARIANTS}": Run(needs=(UNPACK,)),
     f".venv/bin/python benchmarks/study.py {VARIANTS} runs/smollm2_135m_losses/seed0/stare "
     "--curve rising_share_positive,weight_w": Run(needs=(UNPACK,)),
     f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_paper,stare_adaptive,stare_2_percent "

@@ -27,7 +27,7 @@ from megatron_stare.config import (
 from megatron_stare.data.conversations import tokenize_conversation
 from megatron_stare.data.prompts import chat_messages
 from megatron_stare.data.rows import BadRow
-from megatron_stare.data.sources import raw_rows
+from megatron_stare.data.sources import parts, raw_rows
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.parts import load_tokenizer
 from megatron_stare.losses import find_objective
@@ -37,9 +37,10 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.reporting.bars import progress
 from megatron_stare.reporting.heartbeat import phase
-from megatron_stare.system import atomic_write, return_memory
+from megatron_stare.system import atomic_write, digest, return_memory
 
 _ORIGIN = "cold_start.json"
+_DIGEST = "demonstrations"  # the key of their digest in that file
 RESULT = "cold_start"  # the directory of the result, in the directory of the run or comparison
 
 
@@ -61,12 +62,12 @@ def is_ahead(config: Config) -> bool:
 
 def planned(config: Config) -> Config:
     """The config of the RL that follows, as far as its start exists.
-    UserError: it is the result of other settings.
+    UserError: it is the result of other settings or of other demonstrations.
     """
     target = Path(config.run.dir) / RESULT
     if not is_due(config) or not target.is_dir():
         return config
-    _check_origin(target, _origin(config))
+    _check_origin(target, config)
     return override(config, [f"policy.hf_checkpoint={target}"])
 
 
@@ -114,7 +115,8 @@ def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target:
             bar.update(loss=metrics["loss"])
     export_hf(actor, Path(config.policy.hf_checkpoint), target)
     if topology.is_first:
-        atomic_write(target / _ORIGIN, json.dumps(_origin(config), indent=2) + "\n")
+        origin = _origin(config) | {_DIGEST: _digest(config)}
+        atomic_write(target / _ORIGIN, json.dumps(origin, indent=2) + "\n")
     dist.barrier()
     return True
 
@@ -136,14 +138,35 @@ def _made_with(directory: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def _check_origin(target: Path, origin: dict[str, Any]) -> None:
-    """UserError where `target` is known to be made with other settings."""
-    for key, old in _made_with(target).items():
+def _check_origin(target: Path, config: Config) -> None:
+    """UserError where `target` is known to be made with other settings or other demonstrations.
+    Demonstrations that are gone are not missed.
+    """
+    made, origin = _made_with(target), _origin(config)
+    for key, old in made.items():
         if key in origin and origin[key] != old:
             raise UserError(
                 f"{target} is the result of {key}={old!r}, not {origin[key]!r}; choose another "
                 "run.dir"
             )
+    if _DIGEST in made and _readable(config) and made[_DIGEST] != _digest(config):
+        raise UserError(
+            f"{target} is the result of other demonstrations than those that cold_start.data="
+            f"{config.cold_start.data} holds now; restore them, or choose another run.dir"
+        )
+
+
+def _readable(config: Config) -> bool:
+    try:
+        return bool(parts(config.cold_start.data, "cold_start.data"))
+    except UserError:
+        return False
+
+
+def _digest(config: Config) -> str:
+    """16 hex digits of the demonstrations as they are written, in order."""
+    rows = raw_rows(config.cold_start.data, "cold_start.data")
+    return digest("".join(digest(json.dumps(row.row, default=str), 16) for row in rows), 16)
 
 
 def _supervised(config: Config) -> Config:

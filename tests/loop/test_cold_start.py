@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from megatron_stare.__main__ import main
 from megatron_stare.config import Config, UserError, dump, load, override
 from megatron_stare.data.prompts import load_prompts
-from megatron_stare.loop.cold_start import cold_start, is_due, read_demonstrations
+from megatron_stare.loop.cold_start import cold_start, is_due, planned, read_demonstrations
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.parts import load_tokenizer
 from megatron_stare.policy import topology as topologies
@@ -70,6 +70,27 @@ def test_a_run_without_arms_starts_from_its_demonstrations(
         assert "is the result of cold_start.steps=2, not 3" in said.err + said.out
 
 
+def test_a_result_of_other_demonstrations_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run was killed in its first step: it has no rollout yet."""
+    recipe, shown = prepared(tmp_path), tmp_path / "shown.jsonl"
+    config, before = load(recipe), shown.read_text()
+    target = Path(config.run.dir) / "cold_start"
+    run_distributed(one_cold_start, 1, recipe)
+    assert json.loads((target / "cold_start.json").read_text())["demonstrations"]
+    shown.write_text(before.replace("8.", "9."))
+    for command in (["train", str(recipe)], ["train", str(recipe), "--dry-run"]):
+        assert main(command) == 2
+        said = capsys.readouterr()
+        assert f"{target} is the result of other demonstrations" in said.err + said.out
+        assert f"cold_start.data={shown}" in said.err + said.out
+    shown.unlink()
+    assert planned(config).policy.hf_checkpoint == str(target), "no longer needed"
+    shown.write_text(before)
+    assert main(["train", str(recipe)]) == 0
+
+
 LAYOUTS = {
     "padded": (),
     "DP2": ("policy.use_distributed_optimizer=true", "policy.packed_sequences=true"),
@@ -77,6 +98,12 @@ LAYOUTS = {
     "PP2": ("policy.pipeline_model_parallel_size=2",),
     "CP2": ("policy.context_parallel_size=2",),
 }
+
+
+def one_cold_start(rank: int, world_size: int, recipe: Path) -> None:
+    config = load(recipe)
+    target = Path(config.run.dir) / "cold_start"
+    assert cold_start(config, topologies.start(config.policy), Interrupt(), target)
 
 
 def cold_starts(rank: int, world_size: int, recipe: Path) -> None:

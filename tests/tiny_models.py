@@ -21,6 +21,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SeedOssConfig,
@@ -81,6 +82,17 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+# Three layers with a gated delta net and one with gated attention.
+DELTA = {
+    "head_dim": 12,
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "pad_token_id": None,
+}
 END = "<|end|>"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -113,6 +125,7 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
         "qwen3_tied": (Qwen3Config, {"head_dim": 12, "tie_word_embeddings": True}),
         "qwen3_moe": (Qwen3MoeConfig, SPARSE),
         "qwen3_moe_stepped": (Qwen3MoeConfig, SPARSE | STEPPED),
+        "qwen3_5_text": (Qwen3_5TextConfig, DELTA),
         "glm4_moe": (Glm4MoeConfig, GLM),
         "dots1": (Dots1Config, SIGMOID | {"n_group": 1, "n_shared_experts": 2}),
         "deepseek_v3": (DeepseekV3Config, LATENT | {"rope_parameters": YARN}),

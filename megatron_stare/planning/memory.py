@@ -166,7 +166,7 @@ def _sampling_bytes(shape: Shape, config: Config) -> tuple[float, float, float]:
 
 def model_bytes(shape: Shape) -> float:
     """Bytes of a whole model in bf16 on a server; norms and biases are left out."""
-    dense = shape.attention_matrices * shape.layers + (1 if shape.tied else 2) * shape.head
+    dense = shape.attention_matrices + (1 if shape.tied else 2) * shape.head
     dense += 3 * shape.hidden * shape.intermediate * (shape.layers - shape.sparse_layers)
     return 2.0 * (dense + shape.expert_matrices)
 
@@ -182,7 +182,7 @@ def served_bytes(shape: Shape, config: Config) -> float:
     if config.policy.weight_quantization == "fp8_experts":
         encoded -= 3 * shape.hidden * shape.shared_width * shape.sparse_layers
     else:
-        encoded += shape.attention_matrices * shape.layers
+        encoded += shape.attention_matrices
         encoded += 3 * shape.hidden * shape.intermediate * (shape.layers - shape.sparse_layers)
     return whole - encoded * (1 - 4 / 128**2)
 

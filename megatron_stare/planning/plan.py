@@ -14,6 +14,7 @@ from megatron_stare.planning.serving import NO_DRAFTS, Drafts, Serving, serving
 from megatron_stare.planning.shapes import model_shape
 from megatron_stare.planning.work import Tokens, Training, training
 from megatron_stare.policy.adapters.attach import check as check_adapters
+from megatron_stare.policy.huggingface.families import has_delta_nets
 from megatron_stare.policy.huggingface.shape import Shape, shape_of
 from megatron_stare.recipes import Cluster
 
@@ -134,6 +135,11 @@ def make_plan(
     have.
     """
     hf = model_shape(config.policy.hf_checkpoint)
+    if has_delta_nets(hf):
+        raise UserError(
+            f"policy.hf_checkpoint={config.policy.hf_checkpoint}: memory and speed of the gated "
+            f"delta nets of {hf.model_type} cannot be planned yet"
+        )
     check_adapters(hf, dataclasses.replace(config.adapters, start=""), config.policy)
     shape, group = shape_of(hf), sizes(config.policy, cluster.trainer_gpus)
     stages = tuple(counts or stage_counts(hf, config.policy, cluster.trainer_gpus))

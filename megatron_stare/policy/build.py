@@ -7,6 +7,7 @@ reproduce is refused by name, never ignored.
 from __future__ import annotations
 
 import contextlib
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from megatron_stare.policy import runtime
 from megatron_stare.policy.huggingface.families import (
     FAMILIES,
     check_supported,
+    has_delta_nets,
     megatron_fields,
     sparse_layers,
+    text_config,
 )
 from megatron_stare.policy.topology import Topology, expert_tensor_size
 from megatron_stare.policy.tuning import (
@@ -53,6 +56,7 @@ def read_hf_config(directory: str, setting: str = "policy.hf_checkpoint") -> Pre
         raise UserError(
             f"{directory}/config.json is refused by transformers: {' '.join(str(error).split())}"
         ) from None
+    config = text_config(config)
     if config.model_type not in FAMILIES:
         raise UserError(
             f"{directory}/config.json: model_type={config.model_type!r} is not supported; use "
@@ -92,7 +96,7 @@ def build_model(
             chunk = GPTModel(
                 config=config,
                 transformer_layer_spec=_layer_specs(
-                    config, topology, numbered, device is not None, policy.shared_prompts
+                    config, policy, topology, numbered, device is not None
                 ),
                 vocab_size=padded_vocab_size(hf, topology.tensor_size),
                 max_sequence_length=hf.max_position_embeddings,
@@ -151,6 +155,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
     _check_stages(hf, policy)
     _check_fp8(hf, policy)
     _check_shared_prompts(hf, policy)
+    _check_delta_nets(hf, policy)
     tuning = tuned(hf, policy, topology)
     dtype = DTYPES[policy.dtype]
     virtual = topology.virtual_size if topology.virtual_size > 1 else None
@@ -191,7 +196,8 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         **recomputation(policy),
         **batch_invariance(policy, hardware()),
         **(_experts(policy, tuning) if any(sparse_layers(hf)) else {}),
-        deterministic_mode=policy.deterministic,
+        # Megatron's deterministic gated delta net refuses packed sequences; ours takes them.
+        deterministic_mode=policy.deterministic and not has_delta_nets(hf),
         calculate_per_token_loss=True,  # our loss already carries its global denominator
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
@@ -226,10 +232,10 @@ def _has_transformer_engine() -> bool:
 
 def _layer_specs(
     config: Any,
+    policy: PolicyConfig,
     topology: Topology,
     virtual_stage: int | None,
     local: bool,
-    shared_prompts: bool = False,
 ) -> Any:
     """TransformerEngine's layers where it and CUDA are there, with its attention or, for shared
     prompts, ours; else Megatron's local ones with our attention.
@@ -253,10 +259,10 @@ def _layer_specs(
             spec.submodules.self_attention.module = LatentAttention
     from megatron_stare.policy.cpu_layers.attention import CoreAttention, RMSNorm
 
-    for spec in block.layer_specs if shared_prompts or not transformer_engine else ():
+    for spec in block.layer_specs if policy.shared_prompts or not transformer_engine else ():
         spec.submodules.self_attention.submodules.core_attention = CoreAttention
     if transformer_engine:
-        return block
+        return _with_delta_nets(block, config, policy, topology, virtual_stage)
     for spec in block.layer_specs:
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
@@ -269,6 +275,25 @@ def _layer_specs(
                 RMSNorm if config.qk_layernorm else IdentityOp
             )
     block.layer_norm = RMSNorm
+    return _with_delta_nets(block, config, policy, topology, virtual_stage)
+
+
+def _with_delta_nets(
+    block: Any, config: Any, policy: PolicyConfig, topology: Topology, stage: int | None
+) -> Any:
+    """The same block with gated delta nets in the layers that have no attention."""
+    if config.linear_attention_freq is None:
+        return block
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    from megatron_stare.policy.cpu_layers.delta_net import delta_net_spec, provide_operations
+
+    provide_operations(policy.deterministic)
+    first = get_transformer_layer_offset(config, stage, topology.pipeline_rank)
+    for place, spec in enumerate(block.layer_specs):
+        if config.linear_attention_freq[first + place]:
+            spec = block.layer_specs[place] = copy.deepcopy(spec)
+            spec.submodules.self_attention = delta_net_spec(spec.submodules.self_attention)
     return block
 
 
@@ -306,10 +331,33 @@ def _check_shared_prompts(hf: PretrainedConfig, policy: PolicyConfig) -> None:
     found = {
         "a model with experts": any(sparse_layers(hf)),
         "latent attention": megatron_fields(hf).get("multi_latent_attention", False),
+        "gated delta nets": has_delta_nets(hf),
     }
     for name in found:
         if found[name]:
             raise UserError(f"policy.shared_prompts=true does not work with {name}; set it false")
+
+
+def _check_delta_nets(hf: PretrainedConfig, policy: PolicyConfig) -> None:
+    if not has_delta_nets(hf):
+        return
+    if policy.tensor_model_parallel_size > 1 and not policy.sequence_parallel:
+        raise UserError(
+            f"policy.tensor_model_parallel_size={policy.tensor_model_parallel_size} with gated "
+            "delta nets needs policy.sequence_parallel=true, which adds up the gradients of their "
+            "norms; set it"
+        )
+    if policy.fp8 != "none":
+        raise UserError(
+            f"policy.fp8={policy.fp8!r} is not supported for {hf.model_type}; set it to none"
+        )
+    split = policy.tensor_model_parallel_size * policy.context_parallel_size
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        if getattr(hf, name) % split:
+            raise UserError(
+                f"policy.tensor_model_parallel_size * policy.context_parallel_size = {split} does "
+                f"not divide {name}={getattr(hf, name)}; choose smaller sizes"
+            )
 
 
 def _check_experts(hf: PretrainedConfig, policy: PolicyConfig) -> None:

@@ -47,6 +47,7 @@ from megatron_stare.policy.huggingface.families import sparse_layers
 from megatron_stare.policy.huggingface.fp8_weights import (
     EXPERTS_ONLY,
     block_matrices,
+    check_family,
     check_server,
     quantization_config,
 )
@@ -104,6 +105,7 @@ def check_source(source: Path, format_name: str) -> PretrainedConfig:
     config = read_hf_config(str(source))
     if getattr(config, "quantization_config", None) or (source / "hf_quant_config.json").is_file():
         raise UserError(f"{source} is quantised already; give the original checkpoint")
+    check_family(config, f"--format {format_name}")
     table, checkpoint = name_table(config), Checkpoint(str(source))
     check_agreement(checkpoint, config)
     chosen, has_experts = find_format(format_name), any(sparse_layers(config))

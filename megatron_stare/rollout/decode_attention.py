@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -63,12 +63,23 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = self.key_room[:, :, :length], self.value_room[:, :, :length]
 
 
-def growing_cache(config: Any) -> DynamicCache:
-    """An empty cache of a model with this configuration; windowed layers stay transformers'."""
+class StateLayer(LinearAttentionLayer):
+    """The states of the gated delta net of one layer."""
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences, in this order; one may be named several times."""
+        self.reorder_cache(indices)
+
+
+def empty_cache(config: Any, *, growing: bool) -> DynamicCache:
+    """An empty cache of a model with this configuration, with growing layers of keys and values or
+    transformers'; windowed layers stay transformers'.
+    """
+    kinds: dict[type, type] = {LinearAttentionLayer: StateLayer}
+    if growing:
+        kinds[DynamicLayer] = GrowingLayer
     cache = DynamicCache(config=config)
-    cache.layers = [
-        GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
-    ]
+    cache.layers = [kinds.get(type(layer), lambda layer=layer: layer)() for layer in cache.layers]
     return cache
 
 

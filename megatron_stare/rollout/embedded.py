@@ -22,7 +22,6 @@ import numpy
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicCache
 
 from megatron_stare.numerics.token_stats import tile_of
 from megatron_stare.records import Rollout, RoutingShape, Status
@@ -90,7 +89,8 @@ class EmbeddedEngine:
         fp32_logits: bool = False,
         adapter_scale: float = 1.0,
     ) -> None:
-        config = AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True)
+        whole = AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True)
+        config = whole.get_text_config()  # of a model that also sees
         if device.type == "cpu":
             config._attn_implementation = decode_attention.NAME
         self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
@@ -212,7 +212,8 @@ class EmbeddedEngine:
         """Decode until all sequences have ended, or the weights have changed: then the rest, whose
         caches must be computed again.
         """
-        version, cache = self.version, self._empty_cache()
+        version = self.version
+        cache = decode_attention.empty_cache(self.model.config, growing=self.device.type == "cpu")
         known, row_B = _beginnings(live)  # a group's prompt is read once
         token_BS, mask_BS = self._left_padded(known)
         position_B, position_BS = mask_BS.sum(1), (mask_BS.cumsum(1) - 1).clamp(min=0)
@@ -249,11 +250,6 @@ class EmbeddedEngine:
             token_BS, position_BS = chosen_B[:, None], position_B[:, None]
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(live), 1)], dim=1)
             position_B = position_B + 1
-
-    def _empty_cache(self) -> DynamicCache:
-        if self.device.type == "cpu":
-            return decode_attention.growing_cache(self.model.config)
-        return DynamicCache(config=self.model.config)
 
     def _sampled(
         self, live: list[_Sequence], logits_BV: Tensor, params: SamplingParams, version: int

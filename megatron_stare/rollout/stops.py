@@ -14,7 +14,7 @@ def stop_ids(hf_checkpoint: str, tokenizer: PreTrainedTokenizerBase) -> frozense
     """Every id that ends a response: the tokenizer's, config.json's and generation_config.json's,
     and those of the vocabulary's own turn ends.
     """
-    config = AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True)
+    config = AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True).get_text_config()
     try:
         generation = GenerationConfig.from_pretrained(hf_checkpoint, local_files_only=True)
     except OSError:

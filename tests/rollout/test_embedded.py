@@ -21,7 +21,12 @@ from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Request, SamplingParams, generate
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
-FAMILIES = ["qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "llama3_rope"]
+FAMILIES = ["qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "llama3_rope", "qwen3_5_text"]
+
+
+# Of log-probs in fp32. The outputs of a gated delta net are normalised per head, which enlarges the
+# rounding of small ones: transformers' own differ as much from float64.
+TOLERANCE = {"qwen3_5_text": 5e-4}
 
 
 VOCABULARY = 257
@@ -99,7 +104,8 @@ def test_log_probs_equal_those_of_the_trainer(family, temperature, packed, check
         == sum(len(rollout.response_ids) for rollout in rollouts)
         > 100
     )
-    torch.testing.assert_close(-batch.surprisal_T, batch.rollout_logprob_T, atol=1e-5, rtol=0)
+    tolerance = TOLERANCE.get(family, 1e-5)
+    torch.testing.assert_close(-batch.surprisal_T, batch.rollout_logprob_T, atol=tolerance, rtol=0)
 
 
 def rollout_with_advantage(rollout):
@@ -113,25 +119,26 @@ def rollout_with_advantage(rollout):
     )
 
 
-def assert_same(one, other):
+def assert_same(one, other, tolerance=1e-5):
     """The same tokens; log-probs up to the rounding of differently shaped products."""
     assert [rollout.response_ids.tolist() for rollout in one] == [
         rollout.response_ids.tolist() for rollout in other
     ]
     assert [rollout.status for rollout in one] == [rollout.status for rollout in other]
     for first, second in zip(one, other, strict=True):
-        assert first.logprobs.tolist() == pytest.approx(second.logprobs.tolist(), abs=1e-5)
+        assert first.logprobs.tolist() == pytest.approx(second.logprobs.tolist(), abs=tolerance)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_5_text"])
 def test_a_rollout_does_not_depend_on_its_neighbours(family, checkpoints):
     asked = requests()
     together = generate(engine_of(checkpoints[family]), asked, PLAIN)
     assert len({rollout.response_ids.tobytes() for rollout in together}) == len(asked)
-    assert_same(together, generate(engine_of(checkpoints[family], batch_size=3), asked, PLAIN))
-    assert_same(together[::-1], generate(engine_of(checkpoints[family]), asked[::-1], PLAIN))
+    small, own = engine_of(checkpoints[family], batch_size=3), TOLERANCE.get(family, 1e-5)
+    assert_same(together, generate(small, asked, PLAIN), own)
+    assert_same(together[::-1], generate(engine_of(checkpoints[family]), asked[::-1], PLAIN), own)
     alone = [generate(engine_of(checkpoints[family]), [request], PLAIN)[0] for request in asked[:4]]
-    assert_same(together[:4], alone)
+    assert_same(together[:4], alone, own)
 
 
 def test_the_seed_decides(checkpoints):

@@ -25,7 +25,7 @@ from megatron_stare.policy.adapters.peft_files import (
     check_apart,
     projections,
 )
-from megatron_stare.policy.huggingface.families import megatron_fields
+from megatron_stare.policy.huggingface.families import has_delta_nets, megatron_fields
 from megatron_stare.policy.huggingface.names import ParameterMapping
 from megatron_stare.policy.huggingface.weights import HFWeights
 from megatron_stare.policy.topology import Topology, expert_tensor_size, gather_values
@@ -39,6 +39,11 @@ def check(hf: PretrainedConfig, settings: AdaptersConfig, policy: PolicyConfig) 
     """UserError: this model cannot have these adapters."""
     if not settings.rank:
         return
+    if has_delta_nets(hf):
+        raise UserError(
+            f"adapters.rank={settings.rank} is not supported for {hf.model_type}, whose gated "
+            "delta nets have no adapters; set it to 0"
+        )
     names = settings.target_names
     if megatron_fields(hf).get("multi_latent_attention") and len(names & {"k", "v"}) == 1:
         raise UserError(

@@ -8,6 +8,7 @@ recognises the files that a killed one finished by their checksums.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,7 +25,11 @@ from megatron_stare.policy import build, manifest
 from megatron_stare.policy.adapters.peft_files import WEIGHTS
 from megatron_stare.policy.conversion import megatron_files, merging
 from megatron_stare.policy.huggingface import files as hf_files
-from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
+from megatron_stare.policy.huggingface.checkpoint import (
+    Checkpoint,
+    check_agreement,
+    with_other_parts,
+)
 from megatron_stare.policy.huggingface.names import (
     ParameterMapping,
     from_shards,
@@ -83,8 +88,10 @@ def megatron_to_hf(
     saved under any layout. Adapters are merged into their base (conversion/merging.py).
 
     Files, their order and their names are those of the directory that the checkpoint came from,
-    where it knows them. `dtype`, `advance`, UserError: as in `hf_to_megatron`.
+    where it knows them. Of a model that also sees, `base` has the other parts, which are copied.
+    `dtype`, `advance`, UserError: as in `hf_to_megatron`.
     """
+    others = with_other_parts(base or source, "--base")
     hf = build.read_hf_config(str(source))
     reader = _reader(source, hf, topology, base)
     if isinstance(reader, merging.MergedReader):
@@ -96,6 +103,7 @@ def megatron_to_hf(
         for entry in table
         for name, shape in zip(entry.hf, entry.shapes, strict=True)
     }
+    shapes = _of_files(shapes, others)
     sizes = {
         name: torch.Size(shape).numel() * kind.itemsize for name, (shape, kind) in shapes.items()
     }
@@ -107,7 +115,7 @@ def megatron_to_hf(
         for file in layout.files:
             if file.name not in finished:
                 infos = hf_files.describe(shapes, file.tensors)
-                tensors = _hf_tensors(file.tensors, table, reader, hf, wanted)
+                tensors = _hf_tensors(file.tensors, table, reader, hf, wanted, others)
                 finished[file.name] = hf_files.write_file(
                     working / file.name, tensors, infos, file.metadata
                 )
@@ -130,6 +138,19 @@ def megatron_to_peft(source: Path, target: Path, topology: Topology, dtype: str 
     return (target / WEIGHTS).stat().st_size
 
 
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def _of_files(shapes: Shapes, others: Checkpoint | None) -> Shapes:
+    """The tensors of an export by the names in its files: the model's, and those of other parts."""
+    if others is None:
+        return shapes
+    carried = {
+        name: (info.shape, hf_files.DTYPES[info.code]) for name, info in others.carried.items()
+    }
+    return {others.name_of(name): value for name, value in shapes.items()} | carried
+
+
 def _reader(
     source: Path, hf: PretrainedConfig, topology: Topology, base: Path | None
 ) -> megatron_files.CheckpointReader | merging.MergedReader:
@@ -145,8 +166,9 @@ def total_bytes(source: Path, topology: Topology, dtype: str = "", base: Path | 
         checkpoint, table = Checkpoint(str(source)), name_table(hf)
         check_agreement(checkpoint, hf)
         return sum(checkpoint.bytes_of(entry.hf) for entry in table)
-    reader = _reader(source, hf, topology, base)
-    return sum(
+    reader, others = _reader(source, hf, topology, base), with_other_parts(base or source, "--base")
+    carried = others.carried.values() if others else ()
+    return sum(info.end - info.begin for info in carried) + sum(
         torch.Size(shape).numel()
         * (_dtype(entry, build.DTYPES.get(dtype)) or reader.dtype(entry.megatron)).itemsize
         for entry in name_table(hf)
@@ -190,14 +212,20 @@ def _hf_tensors(
     reader: megatron_files.CheckpointReader | merging.MergedReader,
     hf: PretrainedConfig,
     dtype: torch.dtype | None,
+    others: Checkpoint | None = None,
 ) -> Iterator[Tensor]:
-    """The named tensors in order. Those of one parameter that come later are held till then:
-    less than a layer.
+    """The named tensors of a file in order. Those of one parameter that come later are held till
+    then: less than a layer.
     """
     entry_of = {name: entry for entry in table for name in entry.hf}
-    left = set(names)
+    ours = {others.name_of(name) if others else name: name for name in entry_of}
+    left = {ours[name] for name in names if name in ours}
     held: dict[str, Tensor] = {}
-    for name in names:
+    for stored in names:
+        if others and stored in others.carried:
+            yield others.read_carried(stored)
+            continue
+        name = ours[stored]
         if name not in held:
             entry = entry_of[name]
             whole = from_shards(entry, [reader.read(entry.megatron)], hf)
@@ -315,8 +343,11 @@ def _write_hf(
         for entry in name_table(model.hf)
         for name, shape in zip(entry.hf, entry.shapes, strict=True)
     }
+    others = with_other_parts(source, "policy.hf_checkpoint")
+    shapes = _of_files(shapes, others)
     infos = hf_files.describe(shapes, tuple(shapes))
-    tensors = (tensor.cpu() for _, tensor in stream)
+    carried = map(others.read_carried, others.carried) if others else ()
+    tensors = itertools.chain((tensor.cpu() for _, tensor in stream), carried)
     with atomic_directory(directory) as temporary:
         hf_files.write_file(temporary / hf_files.SINGLE, tensors, infos, {"format": "pt"})
         hf_files.copy_config(source, temporary)

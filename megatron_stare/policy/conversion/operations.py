@@ -84,8 +84,11 @@ def _attention(hf: PretrainedConfig, layer: int) -> Iterator[Operation]:
     name, attention = f"layer {layer}: ", f"{ours}self_attention."
     yield Operation(f"{name}input norm", f"{theirs}input_layernorm", f"{ours}input_layernorm")
     fields = megatron_fields(hf)
+    if fields.get("linear_attention_freq", {layer: 0})[layer]:
+        yield from _delta_net(layer)
+        return
     if fields.get("multi_latent_attention"):
-        for row in attention_rows(fields)[:-1]:  # the last is the output projection
+        for row in attention_rows(fields, layer)[:-1]:  # the last is the output projection
             paths = [path.removesuffix(".weight") for path in (row.hf, row.megatron)]
             word = paths[0].removeprefix("self_attn.")
             yield Operation(f"{name}{word}", f"{theirs}{paths[0]}", f"{ours}{paths[1]}")
@@ -95,7 +98,7 @@ def _attention(hf: PretrainedConfig, layer: int) -> Iterator[Operation]:
         f"{name}key with rope", f"{_CACHE}{layer}", f"{attention}core_attention", our_input=1
     )
     out = f"{theirs}self_attn.o_proj"
-    yield Operation(f"{name}attention", out, f"{attention}core_attention", 0)
+    yield Operation(f"{name}attention", out, f"{attention}linear_proj", 0, 0)
     yield Operation(f"{name}attention output", out, f"{attention}linear_proj")
 
 
@@ -110,6 +113,17 @@ def _grouped(hf: PretrainedConfig, layer: int) -> Iterator[Operation]:
         for letter, word in (("q", "query"), ("k", "key")):
             path = f"{theirs}self_attn.{letter}_norm"
             yield Operation(f"{name}{word} norm", path, f"{attention}{letter}_layernorm")
+
+
+def _delta_net(layer: int) -> Iterator[Operation]:
+    theirs, ours = f"model.layers.{layer}.linear_attn", f"decoder.layers.{layer}.self_attention"
+    name, projection = f"layer {layer}: ", f"{ours}.in_proj"
+    words = ("queries, keys and values", "output gate", "beta", "decay")
+    for number, (letters, word) in enumerate(zip(("qkv", "z", "b", "a"), words, strict=True)):
+        path = f"{theirs}.in_proj_{letters}"
+        yield Operation(f"{name}{word}", path, projection, part=(f"{projection}.weight", number))
+    yield Operation(f"{name}delta net", f"{theirs}.out_proj", f"{ours}.out_proj", 0, 0)
+    yield Operation(f"{name}delta net output", f"{theirs}.out_proj", f"{ours}.out_proj")
 
 
 def _feed_forward(layer: int, is_sparse: bool) -> Iterator[Operation]:

@@ -358,11 +358,12 @@ def _send_back(
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis;
-    x [..., hidden_size] -> the same shape and dtype.
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis, with 1 + weight in its place under
+    config.layernorm_zero_centered_gamma; x [..., hidden_size] -> the same shape and dtype.
 
     In half precision the statistics are fp32 and the quotient is rounded before the weight
-    multiplies it, as Hugging Face's Qwen2, Qwen3 and Llama do. Constructor arguments are those
+    multiplies it, as Hugging Face's Qwen2, Qwen3 and Llama do; 1 + weight multiplies it in fp32, as
+    in Qwen3.5. Constructor arguments are those
     Megatron passes to any norm. Source: Zhang and Sennrich, arXiv 1910.07467.
 
     Under sequence parallelism every tensor-parallel rank normalises other tokens, so the weight's
@@ -374,10 +375,15 @@ class RMSNorm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
         self.eps = eps
+        self.zero_centered = getattr(config, "layernorm_zero_centered_gamma", False)
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.zero_centered:
+            wide = x.float() if x.dtype in _HALF else x
+            weight = 1 + self.weight.to(wide.dtype)
+            return nn.functional.rms_norm(wide, weight.shape, weight, self.eps).to(x.dtype)
         if x.dtype not in _HALF:
             return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return (

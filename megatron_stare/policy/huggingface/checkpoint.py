@@ -4,6 +4,7 @@ asked of names and shapes before any is read.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,17 @@ from transformers import PretrainedConfig
 
 from megatron_stare.config import UserError
 from megatron_stare.policy.huggingface.block_fp8 import BLOCK, decode
-from megatron_stare.policy.huggingface.families import FAMILIES, check_supported, megatron_fields
+from megatron_stare.policy.huggingface.families import (
+    FAMILIES,
+    SEEING,
+    check_supported,
+    megatron_fields,
+)
 from megatron_stare.policy.huggingface.files import DTYPES, TensorInfo, read_header, weight_files
 from megatron_stare.policy.huggingface.names import Rows, name_table
 
+# The text part of a model that also sees: its weights are named model.language_model.layers...
+_TEXT_PART, _MODEL = "model.language_model.", "model."
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"^model\.layers\.\d+\.mlp\.experts\.(\d+)\.")
 
@@ -76,6 +84,9 @@ class StoredBlocks:
 class Checkpoint:
     """The safetensors of an HF directory, read tensor by tensor. UserError:
     no files, or a file that is damaged.
+
+    Of a model that also sees, `files` and `infos` have the text part, by the names that it has
+    alone; `carried` has all other tensors, by their own names.
     """
 
     def __init__(self, directory: str) -> None:
@@ -86,6 +97,26 @@ class Checkpoint:
             infos, _ = read_header(file)
             self.files |= dict.fromkeys((info.name for info in infos), file)
             self.infos |= {info.name: info for info in infos}
+        self.carried: dict[str, TensorInfo] = {}
+        self.has_text_part = any(name.startswith(_TEXT_PART) for name in self.files)
+        if self.has_text_part:
+            self._set_others_aside()
+
+    def _set_others_aside(self) -> None:
+        for name in list(self.infos):
+            if name.startswith(_TEXT_PART):
+                ours = name.replace(_TEXT_PART, _MODEL)
+                self.infos[ours], self.files[ours] = self.infos.pop(name), self.files.pop(name)
+            elif name != "lm_head.weight":
+                self.carried[name] = self.infos.pop(name)
+
+    def read_carried(self, name: str) -> Tensor:
+        """A tensor of another part than the text."""
+        return Stored(self.files[name], name)[:]
+
+    def name_of(self, name: str) -> str:
+        """The name that a tensor of the model has in the files."""
+        return name.replace(_MODEL, _TEXT_PART, 1) if self.has_text_part else name
 
     def bytes_of(self, names: tuple[str, ...]) -> int:
         """The number of bytes that the named tensors take in the files."""
@@ -100,11 +131,11 @@ class Checkpoint:
     def stored(self, name: str, shape: tuple[int, ...]) -> Rows:
         """The tensor `name` where it lies, to read slices of. UserError as in `read`."""
         self.check(name, shape)
-        plain = Stored(self.files[name], name)
+        plain = Stored(self.files[name], self.name_of(name))
         if self.infos[name].code != _BLOCKS:
             return plain
         scale = f"{name}{_SCALE}"
-        return StoredBlocks(plain, Stored(self.files[scale], scale), shape)
+        return StoredBlocks(plain, Stored(self.files[scale], self.name_of(scale)), shape)
 
     @property
     def scales(self) -> set[str]:
@@ -147,7 +178,7 @@ class Checkpoint:
 
     def check_all_used(self, names: set[str], tied: bool) -> None:
         """UserError for any tensor that the model has no place for."""
-        for name in sorted(self.files.keys() - names):
+        for name in sorted(self.infos.keys() - names):
             if name.endswith(_FUSED_EXPERTS):
                 raise UserError(
                     f"{self.files[name]}: {name} holds all experts of a layer in one tensor; save "
@@ -160,6 +191,21 @@ class Checkpoint:
                     "describes; correct config.json (tie_word_embeddings, num_hidden_layers, "
                     "model_type)"
                 )
+
+
+def with_other_parts(directory: Path, setting: str) -> Checkpoint | None:
+    """The checkpoint in `directory`, which `setting` names, if it has other parts than the text,
+    which an export needs; None: its model has none.
+    """
+    content = json.loads((directory / "config.json").read_text())
+    if content.get("model_type") not in SEEING:
+        return None
+    if not any(directory.glob("*.safetensors")):
+        raise UserError(
+            f"{directory} has only the text part of a {content['model_type']} model; give the "
+            f"original Hugging Face checkpoint with {setting}"
+        )
+    return Checkpoint(str(directory))
 
 
 def check_agreement(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
@@ -209,7 +255,8 @@ def _comparisons(checkpoint: Checkpoint, hf: PretrainedConfig) -> list[tuple[str
     layers = {int(match[1]) for name in names if (match := _LAYER.match(name))}
     layers -= set(_further_layers(hf))
     found.append(("num_hidden_layers", hf.num_hidden_layers, max(layers, default=-1) + 1))
-    rows("num_attention_heads", "model.layers.0.self_attn.q_proj.weight", head)
+    query = 2 * head if fields.get("attention_output_gate") else head
+    rows("num_attention_heads", "model.layers.0.self_attn.q_proj.weight", query)
     rows("num_key_value_heads", "model.layers.0.self_attn.k_proj.weight", head)
     rows("intermediate_size", "model.layers.0.mlp.gate_proj.weight")
     experts = {int(match[1]) for name in names if (match := _EXPERT.match(name))}

@@ -163,6 +163,17 @@ def _latent_rope(hf: PretrainedConfig) -> dict[str, Any]:
     }
 
 
+def _delta_layers(hf: PretrainedConfig) -> dict[str, Any]:
+    """Gated delta nets (arXiv 2412.06464) in place of the attention of most layers."""
+    for kind in hf.layer_types:
+        if kind not in ("linear_attention", "full_attention"):
+            raise UserError(
+                f"config.json: layer_types holds {kind!r}, which is not supported for "
+                f"{hf.model_type}; need linear_attention or full_attention"
+            )
+    return {"linear_attention_freq": [int(k == "linear_attention") for k in hf.layer_types]}
+
+
 def _layers_without_rope(hf: PretrainedConfig) -> dict[str, Any]:
     """SmolLM3 calls a layer with RoPE 1 in no_rope_layers; Megatron calls one without it 1."""
     return {"no_rope_freq": [int(not rotated) for rotated in hf.no_rope_layers]}
@@ -254,6 +265,13 @@ _LATENT = _BLOCK | {
     "qk_pos_emb_head_dim": "qk_rope_head_dim",
     "v_head_dim": "v_head_dim",
 }
+_DELTA = {
+    name: name
+    for name in (
+        *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+        *("linear_num_key_heads", "linear_num_value_heads"),
+    )
+}
 _QWEN_WINDOW = frozenset({"sliding_window", "max_window_layers"})  # need use_sliding_window
 
 FAMILIES: dict[str, Family] = {
@@ -279,6 +297,17 @@ FAMILIES: dict[str, Family] = {
         routed=("decoder_sparse_step mlp_only_layers", _stepped),
         needs={"output_router_logits": False},  # asks for a load-balancing loss
         ignored=_QWEN_WINDOW | {"router_aux_loss_coef"},
+    ),
+    "qwen3_5_text": Family(
+        models=("Qwen3.5 and Qwen3.6 (dense, their text part)",),
+        fields=_DENSE | _DELTA,
+        always={
+            "qk_layernorm": True,
+            "attention_output_gate": True,
+            "layernorm_zero_centered_gamma": True,
+        },
+        computed=_GROUPED | {"rope_parameters": _partial_rope, "layer_types": _delta_layers},
+        needs={"attn_output_gate": True},
     ),
     "llama": Family(
         models=("Llama 2, 3, 3.1, 3.2, 3.3", "DeepSeek-R1-Distill-Llama", "SmolLM, SmolLM2"),
@@ -343,6 +372,21 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# Models that also see, of which the text part is trained.
+SEEING = frozenset({"qwen3_5"})
+
+
+def text_config(hf: PretrainedConfig) -> PretrainedConfig:
+    """The part of a config.json that the trainer reads: all of it, but of a model that also sees
+    its text part. tie_word_embeddings may be in either.
+    """
+    if hf.model_type not in SEEING:
+        return hf
+    text = hf.get_text_config()
+    text.tie_word_embeddings = text.tie_word_embeddings or hf.tie_word_embeddings
+    return text
+
+
 def megatron_fields(hf: PretrainedConfig) -> dict[str, Any]:
     """The values of config.json under the names of Megatron's TransformerConfig; under `rope` the
     arguments of GPTModel. The fields of experts are there if a layer has some. UserError: a value
@@ -367,6 +411,11 @@ def sparse_layers(hf: PretrainedConfig) -> list[bool]:
     if family.routed is None or not getattr(hf, family.fields["num_moe_experts"]):
         return [False] * hf.num_hidden_layers
     return family.routed[1](hf)
+
+
+def has_delta_nets(hf: PretrainedConfig) -> bool:
+    """Whether some layers have a gated delta net in place of attention."""
+    return any(megatron_fields(hf).get("linear_attention_freq", ()))
 
 
 def check_supported(hf: PretrainedConfig) -> None:

@@ -27,7 +27,11 @@ from transformers import PretrainedConfig
 
 from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.policy.huggingface.block_fp8 import BLOCK, decode, encode, rounded
-from megatron_stare.policy.huggingface.families import megatron_fields, sparse_layers
+from megatron_stare.policy.huggingface.families import (
+    has_delta_nets,
+    megatron_fields,
+    sparse_layers,
+)
 from megatron_stare.policy.huggingface.names import ParameterMapping, name_table
 from megatron_stare.policy.huggingface.weights import named_parameters
 from megatron_stare.policy.topology import expert_tensor_size
@@ -163,6 +167,7 @@ def _check_trainer(hf: PretrainedConfig, policy: PolicyConfig) -> None:
     experts_only = policy.weight_quantization == EXPERTS_ONLY
     if experts_only and not any(sparse_layers(hf)):
         raise UserError(f"{asked} needs experts; {hf.model_type} has none: set it to fp8 or none")
+    check_family(hf, asked)
     dense, experts = policy.tensor_model_parallel_size, expert_tensor_size(policy)
     for entry in _entries(hf, experts_only):
         ways = dense if entry.expert is None else experts
@@ -177,6 +182,14 @@ def _check_trainer(hf: PretrainedConfig, policy: PolicyConfig) -> None:
                 )
 
 
+def check_family(hf: PretrainedConfig, asked: str) -> None:
+    """UserError, of the setting `asked`: weights of this family are never quantised."""
+    if has_delta_nets(hf):
+        raise UserError(
+            f"{asked} does not cover the gated delta nets of {hf.model_type} yet; leave it out"
+        )
+
+
 def check_server(
     hf: PretrainedConfig, encoded: Collection[str], ways: int, expert_ways: int, asked: str
 ) -> None:
@@ -184,6 +197,7 @@ def check_server(
     expert over `expert_ways`, would not hold whole blocks of every matrix, as its kernels and
     checksums need.
     """
+    check_family(hf, asked)
     if megatron_fields(hf).get("multi_latent_attention"):
         raise UserError(
             f"{asked} does not cover the latent attention of {hf.model_type} yet; leave it out"

@@ -7,7 +7,9 @@ exact inverses.
 Shape legend: D head width, Q query heads times D, K key-value heads times D, F intermediate size, V
 vocabulary, H hidden size, E experts, M width of an expert, S of the shared experts together. Of
 latent attention: A width of the queries' latent vector, C of the keys' and values', J = C plus the
-rotary width, U keys and values of all heads without it, O values of all heads.
+rotary width, U keys and values of all heads without it, O values of all heads. Of a gated delta
+net: N value heads, P width of one, Y = N P, X keys of all heads, Z = 2 X + Y, T taps of the
+convolution; G = 2 Q queries and their gates.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from transformers import PretrainedConfig
 
 from megatron_stare.policy.huggingface.families import megatron_fields, sparse_layers
 
-Layout = Literal["replicated", "columns", "rows", "vocab", "qkv"]
+Layout = Literal["replicated", "columns", "rows", "vocab", "qkv", "gated_qkv"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,9 @@ class ParameterMapping:
 
     layout: replicated on all ranks; columns split along dim 1; rows split along dim 0, several
     tensors (gate and up) stacked on every rank; vocab the same, padded; qkv = query, key and value
-    interleaved by query group, split by groups.
+    interleaved by query group, split by groups; gated_qkv the same with a gate after every query
+    head in HF, and after the queries of a group in Megatron.
+    sections: of rows, the parts of the first tensor that are split each for itself; empty: one.
     expert: the number of the routed expert it belongs to, counted over all expert-parallel ranks;
     such a parameter lives on one of them and is split over the expert-tensor-parallel ranks instead
     of the tensor-parallel ones.
@@ -44,12 +48,18 @@ class ParameterMapping:
     shapes: tuple[tuple[int, ...], ...]
     expert: int | None = None
     dtype: torch.dtype | None = None
+    sections: tuple[int, ...] = ()
+
+    def parts(self) -> list[tuple[int, ...]]:
+        """Of rows: the heights of the parts of every HF tensor."""
+        first, *rest = ((shape[0],) for shape in self.shapes)
+        return [self.sections or first, *rest]
 
 
 @dataclass(frozen=True)
 class NameRow:
     """A ParameterMapping of every layer that has it. `hf`: its HF tensors; `shapes`: a word of
-    sizes for each; `when`: it exists where this TransformerConfig field is on.
+    sizes for each; `when`: it exists where this TransformerConfig field is on; `sections`: a word.
     """
 
     megatron: str
@@ -58,6 +68,7 @@ class NameRow:
     shapes: str
     when: str = ""
     dtype: torch.dtype | None = None
+    sections: str = ""
 
 
 _BEFORE = (NameRow("embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab", "VH"),)
@@ -68,9 +79,7 @@ _SECOND_NORM = (
     NameRow("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "replicated", "H"),
 )
 _QKV = "self_attn.q_proj.{0} self_attn.k_proj.{0} self_attn.v_proj.{0}"
-_GROUPED = (
-    NameRow("self_attention.linear_qkv.weight", _QKV.format("weight"), "qkv", "QH KH KH"),
-    NameRow("self_attention.linear_qkv.bias", _QKV.format("bias"), "qkv", "Q K K", "add_qkv_bias"),
+_AFTER_QKV = (
     NameRow(
         "self_attention.q_layernorm.weight",
         "self_attn.q_norm.weight",
@@ -86,6 +95,36 @@ _GROUPED = (
         "qk_layernorm",
     ),
     NameRow("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "columns", "HQ"),
+)
+_GROUPED = (
+    NameRow("self_attention.linear_qkv.weight", _QKV.format("weight"), "qkv", "QH KH KH"),
+    NameRow("self_attention.linear_qkv.bias", _QKV.format("bias"), "qkv", "Q K K", "add_qkv_bias"),
+    *_AFTER_QKV,
+)
+_GATED = (
+    NameRow("self_attention.linear_qkv.weight", _QKV.format("weight"), "gated_qkv", "GH KH KH"),
+    *_AFTER_QKV,
+)
+
+
+def _delta(ours: str, theirs: str, layout: Layout, shapes: str, sections: str = "") -> NameRow:
+    names = " ".join(f"linear_attn.{name}" for name in theirs.split())
+    return NameRow(f"self_attention.{ours}", names, layout, shapes, sections=sections)
+
+
+_GATED_DELTA = (
+    _delta(
+        "in_proj.weight",
+        "in_proj_qkv.weight in_proj_z.weight in_proj_b.weight in_proj_a.weight",
+        "rows",
+        "ZH YH NH NH",
+        "XXY",
+    ),
+    _delta("conv1d.weight", "conv1d.weight", "rows", "Z1T", "XXY"),
+    _delta("dt_bias", "dt_bias", "rows", "N"),
+    _delta("A_log", "A_log", "rows", "N"),
+    _delta("out_norm.weight", "norm.weight", "replicated", "P"),
+    _delta("out_proj.weight", "out_proj.weight", "columns", "HY"),
 )
 
 
@@ -132,10 +171,12 @@ _SHARED = _mlp(
 )
 
 
-def attention_rows(fields: dict[str, Any]) -> tuple[NameRow, ...]:
+def attention_rows(fields: dict[str, Any], layer: int) -> tuple[NameRow, ...]:
     """Rows of the name table for a layer's attention, with these fields of TransformerConfig."""
+    if fields.get("linear_attention_freq", {layer: 0})[layer]:
+        return _GATED_DELTA
     if not fields.get("multi_latent_attention"):
-        return _GROUPED
+        return _GATED if fields.get("attention_output_gate") else _GROUPED
     return (_QUERY if fields["q_lora_rank"] is None else _QUERY_LATENT) + _LATENT
 
 
@@ -153,14 +194,15 @@ def name_table(hf: PretrainedConfig) -> list[ParameterMapping]:
             if not row.when or fields.get(row.when):
                 names = tuple(f"{theirs}{name}" for name in row.hf.split())
                 shapes = tuple(tuple(map(sizes.__getitem__, word)) for word in row.shapes.split())
+                sections = tuple(map(sizes.__getitem__, row.sections))
                 yield ParameterMapping(
-                    f"{ours}{row.megatron}", names, row.layout, shapes, expert, row.dtype
+                    f"{ours}{row.megatron}", names, row.layout, shapes, expert, row.dtype, sections
                 )
 
-    table, attention = list(entries(_BEFORE)), attention_rows(fields)
+    table = list(entries(_BEFORE))
     for layer, is_sparse in enumerate(sparse_layers(hf)):
         places = (f"decoder.layers.{layer}.", f"model.layers.{layer}.")
-        table += entries(_FIRST_NORM + attention + _SECOND_NORM, *places)
+        table += entries(_FIRST_NORM + attention_rows(fields, layer) + _SECOND_NORM, *places)
         if not is_sparse:
             table += entries(_mlp("mlp", "mlp", "F"), *places)
             continue
@@ -176,7 +218,18 @@ def sizes_of(hf: PretrainedConfig, fields: dict[str, Any]) -> dict[str, int]:
     """The letters of the legend above."""
     head, heads = fields["kv_channels"], fields["num_attention_heads"]
     latent, value = fields.get("kv_lora_rank", 0), fields.get("v_head_dim", 0)
+    delta_heads = fields.get("linear_num_value_heads", 0)
+    delta_width = fields.get("linear_value_head_dim", 0)
+    delta_keys = fields.get("linear_num_key_heads", 0) * fields.get("linear_key_head_dim", 0)
     return {
+        "1": 1,
+        "N": delta_heads,
+        "P": delta_width,
+        "X": delta_keys,
+        "Y": delta_heads * delta_width,
+        "Z": 2 * delta_keys + delta_heads * delta_width,
+        "T": fields.get("linear_conv_kernel_dim", 0),
+        "G": 2 * heads * head,
         "A": fields.get("q_lora_rank") or 0,
         "C": latent,
         "J": latent + fields.get("qk_pos_emb_head_dim", 0),
@@ -213,16 +266,24 @@ def to_shard(
     HF tensors: no more of them than the shard holds. May be a view.
     """
 
-    def rows(source: Rows, shape: tuple[int, ...]) -> Tensor:
-        count = -(-shape[0] // tensor_size)
-        return source[min(rank * count, shape[0]) : min((rank + 1) * count, shape[0])]
+    def rows(source: Rows, heights: tuple[int, ...]) -> Iterator[Tensor]:
+        start = 0
+        for height in heights:
+            count = -(-height // tensor_size)
+            first, last = (min(place * count, height) for place in (rank, rank + 1))
+            yield source[start + first : start + last]
+            start += height
 
     if entry.layout == "replicated":
         return sources[0][:]
     if entry.layout == "columns":
         width = entry.shapes[0][1] // tensor_size
         return sources[0][:, rank * width : (rank + 1) * width]
-    parts = [rows(source, shape) for source, shape in zip(sources, entry.shapes, strict=True)]
+    parts = [
+        part
+        for source, heights in zip(sources, entry.parts(), strict=True)
+        for part in rows(source, heights)
+    ]
     if entry.layout == "vocab":
         part = parts[0]
         missing = -(-entry.shapes[0][0] // tensor_size) - part.shape[0]
@@ -230,7 +291,10 @@ def to_shard(
     if entry.layout == "rows":
         return torch.cat(parts)
     groups = hf.num_key_value_heads // tensor_size
-    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+    grouped = [part.unflatten(0, (groups, -1)) for part in parts]
+    if entry.layout == "gated_qkv":
+        grouped[0] = _swapped(grouped[0], hf.num_attention_heads // hf.num_key_value_heads, 2)
+    return torch.cat(grouped, dim=1).flatten(0, 1)
 
 
 def from_shards(
@@ -246,12 +310,22 @@ def from_shards(
     if entry.layout == "columns":
         return [_joined(shards, dim=1)]
     if entry.layout == "rows":
-        stacked = [shard.chunk(len(entry.hf), dim=0) for shard in shards]
-        return [_joined(list(parts), dim=0) for parts in zip(*stacked, strict=True)]
+        heights = [height // len(shards) for part in entry.parts() for height in part]
+        stacked = [shard.split(heights) for shard in shards]
+        parts = iter([_joined(list(part), dim=0) for part in zip(*stacked, strict=True)])
+        return [_joined([next(parts) for _ in part], dim=0) for part in entry.parts()]
     groups = hf.num_key_value_heads
     by_group = torch.cat([shard.unflatten(0, (groups // len(shards), -1)) for shard in shards])
     widths = [shape[0] // groups for shape in entry.shapes]
-    return [part.flatten(0, 1) for part in by_group.split(widths, dim=1)]
+    found = list(by_group.split(widths, dim=1))
+    if entry.layout == "gated_qkv":
+        found[0] = _swapped(found[0], 2, hf.num_attention_heads // groups)
+    return [part.flatten(0, 1) for part in found]
+
+
+def _swapped(part: Tensor, outer: int, inner: int) -> Tensor:
+    """[groups, outer * inner * D, ...] -> [groups, inner * outer * D, ...]."""
+    return part.unflatten(1, (outer, inner, -1)).transpose(1, 2).flatten(1, 3)
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

@@ -1,11 +1,14 @@
 """The dimensions of a model that memory and work depend on, and the work of a forward pass.
 
 N tokens in sequences of lengths S, of which R are loss tokens, W weights that a token meets in the
-layers, Q width of the queries, L layers, H hidden width, V vocabulary:
+layers, Q width of the queries, L layers with attention, H hidden width, V vocabulary, D operations
+of a token in gated delta nets:
 
-    one forward pass   2 N W + 2 Q L sum S^2 + 2 R H V      [operations]
+    one forward pass   2 N W + 2 Q L sum S^2 + N D + 2 R H V      [operations]
 
-(arXiv 2104.04473, appendix; causal attention halves its products.)
+(arXiv 2104.04473, appendix; causal attention halves its products.) A head of a gated delta net with
+keys and values of widths K and P, in chunks of C tokens, takes 6 K P + C (5 K + 3 P) for a token:
+three products with its state and five with the other tokens of a chunk (cpu_layers/delta_rule.py).
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from transformers import PretrainedConfig
 
 from megatron_stare.policy.huggingface.families import megatron_fields
 from megatron_stare.policy.huggingface.names import attention_rows, sizes_of
+
+_CHUNK = 64  # tokens that the kernels of gated delta nets take at a time
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,9 @@ class Shape:
     experts_per_token: int
     expert_width: int
     shared_width: int  # of the experts that every token meets, together
-    attention_matrices: int  # weights of one layer's projections
+    attention_matrices: int  # weights of the projections of attention and delta nets, all layers
+    attention_layers: int  # the others have a gated delta net
+    delta_work: int  # operations of a token in all gated delta nets, without their projections
     latent: int  # width of a token's latent vector and rotary key; 0 without latent attention
     tied: bool  # one matrix for embedding and head
     normalised_queries: bool  # Qwen3's norms of queries and keys
@@ -51,8 +58,8 @@ class Shape:
         dense = self.layers - self.sparse_layers
         met = self.expert_width * self.experts_per_token + self.shared_width
         routed = 3 * met + self.experts
-        return self.hidden * (3 * self.intermediate * dense + routed * self.sparse_layers) + (
-            self.attention_matrices * self.layers
+        return self.attention_matrices + self.hidden * (
+            3 * self.intermediate * dense + routed * self.sparse_layers
         )
 
     @property
@@ -70,7 +77,16 @@ def shape_of(hf: PretrainedConfig) -> Shape:
     """The shape of a config.json."""
     fields = megatron_fields(hf)
     width, sizes = fields["kv_channels"], sizes_of(hf, fields)
-    words = " ".join(row.shapes for row in attention_rows(fields) if "weight" in row.megatron)
+    deltas = sum(fields.get("linear_attention_freq", ()))
+    key, value = fields.get("linear_key_head_dim", 0), sizes["P"]
+    of_head = 6 * key * value + _CHUNK * (5 * key + 3 * value)
+    matrices = [
+        math.prod(sizes[letter] for letter in word)
+        for layer in range(hf.num_hidden_layers)
+        for row in attention_rows(fields, layer)
+        for word in row.shapes.split()
+        if "weight" in row.megatron and word[1:]
+    ]
     return Shape(
         hidden=hf.hidden_size,
         query=hf.num_attention_heads * width,
@@ -86,7 +102,9 @@ def shape_of(hf: PretrainedConfig) -> Shape:
         experts_per_token=fields.get("moe_router_topk", 0),
         expert_width=sizes["M"],
         shared_width=sizes["S"],
-        attention_matrices=sum(math.prod(sizes[x] for x in w) for w in words.split() if w[1:]),
+        attention_matrices=sum(matrices),
+        attention_layers=hf.num_hidden_layers - deltas,
+        delta_work=deltas * sizes["N"] * of_head,
         latent=sizes["J"],
         tied=bool(hf.tie_word_embeddings),
         normalised_queries=bool(fields.get("qk_layernorm")),
@@ -99,5 +117,6 @@ def forward_operations(shape: Shape, lengths: Iterable[tuple[int, int]]) -> floa
     for prompt, response in lengths:
         length = prompt + response
         total += 2.0 * length * shape.active_matrices + 2.0 * response * shape.head
-        total += 2.0 * shape.query * shape.layers * length**2
+        total += 2.0 * shape.query * shape.attention_layers * length**2
+        total += float(length) * shape.delta_work
     return total

@@ -21,6 +21,7 @@ FAMILIES = (
     "mistral",
     "smollm3",
     "seed_oss",
+    "qwen3_5_text",
     "dots1",
     "glm4_moe",
     "qwen3_moe",

@@ -48,9 +48,9 @@ def families_of(layout: str) -> tuple[str, ...]:
     there are some. Every family has TP2 and PP2, and one of each kind has both together.
     """
     if layout == "stacked":
-        return FAMILIES[:-5]
+        return FAMILIES[:-6]
     if layout == "tp2_pp2":
-        return ("qwen2_tied", "qwen3_moe", "deepseek_v3")
+        return ("qwen2_tied", "qwen3_5_text", "qwen3_moe", "deepseek_v3")
     return FAMILIES[-5:] if layout == "ep2" else FAMILIES
 
 

@@ -85,6 +85,15 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"tie_word_embeddings": True, "num_experts_per_tok": 1, "norm_topk_prob": False},
     ),
+    "delta nets": ("qwen3_5_text", {}),
+    "delta nets, tied, one value head for each of keys": (
+        "qwen3_5_text",
+        {"tie_word_embeddings": True, "linear_num_value_heads": 4},
+    ),
+    "delta nets, more layers of attention": (
+        "qwen3_5_text",
+        {"layer_types": ["full_attention", "linear_attention"] * 2},
+    ),
     "seed, no bias": ("seed_oss", {"attention_bias": False}),
     "llama, wide heads": ("llama", {"head_dim": 16}),
     "qwen2, wide heads": ("qwen2", {"head_dim": 12}),

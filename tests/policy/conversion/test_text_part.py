@@ -1,0 +1,120 @@
+"""Models that also see: their text part is trained, and the other parts come back byte by byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5Config
+
+from megatron_stare.__main__ import main
+from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.policy import build
+from megatron_stare.policy.conversion import convert
+from megatron_stare.policy.huggingface.families import megatron_fields
+from megatron_stare.policy.model import PolicyModel
+from megatron_stare.policy.topology import Topology
+from megatron_stare.rollout.stops import stop_ids
+from tests.policy.conversion.conftest import refused
+from tests.policy.conversion.test_convert import assert_same_files
+from tests.tiny_models import byte_tokenizer, tiny_config
+
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [],
+}
+
+
+def seeing(directory: Path, **text: object) -> Path:
+    """A checkpoint with a text part, a vision part and one that predicts further tokens."""
+    part = tiny_config("qwen3_5_text", vocab_size=257, **text).to_dict()
+    config = Qwen3_5Config(text_config=part, vision_config=VISION)
+    torch.manual_seed(5)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape)
+            parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.2 * noise)
+    model.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    further = {"mtp.fc.weight": torch.randn(4, 8).bfloat16()}
+    save_file(load_file(file) | further, file, metadata={"format": "pt"})
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return seeing(tmp_path_factory.mktemp("seeing") / "model")
+
+
+def test_a_round_trip_gives_every_file_back(source: Path, tmp_path: Path) -> None:
+    """Both ways with --verify, which compares tensors and logits."""
+    stored = load_file(source / "model.safetensors")
+    assert {name.split(".")[1] for name in stored if name.startswith("model.")} == {
+        "language_model",
+        "visual",
+    }
+    megatron, back = tmp_path / "megatron", tmp_path / "hf"
+    assert main(["convert", "hf-to-megatron", str(source), str(megatron), "--verify"]) == 0
+    command = ["convert", "megatron-to-hf", str(megatron), str(back), "--base", str(source)]
+    assert main([*command, "--verify"]) == 0
+    assert_same_files(source, back)
+
+
+def test_a_conversion_back_asks_for_the_other_parts(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", "hf-to-megatron", str(source), str(tmp_path / "megatron")]) == 0
+    command = ["convert", "megatron-to-hf", str(tmp_path / "megatron"), str(tmp_path / "hf")]
+    refused(capsys, command, "only the text part of a qwen3_5 model", "--base")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_an_export_of_the_trained_model_is_whole(
+    source: Path, alone: Topology, tmp_path: Path
+) -> None:
+    """Its text part is the trainer's, and transformers' model that sees reads all of it."""
+    model = PolicyModel(str(source), PolicyConfig(dtype="bf16"), alone, 1.0)
+    with torch.no_grad():
+        for parameter in model.chunks[0].parameters():
+            parameter.mul_(1.5)
+    convert.export_hf(model, source, tmp_path / "export")
+    before, after = (load_file(d / "model.safetensors") for d in (source, tmp_path / "export"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        trained = name.startswith("model.language_model.") or name == "lm_head.weight"
+        assert torch.equal(after[name], (tensor * 1.5) if trained else tensor), name
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "export", dtype=torch.bfloat16)
+    assert torch.equal(whole.lm_head.weight, after["lm_head.weight"])
+
+
+def test_the_text_part_is_that_of_transformers(source: Path, tmp_path: Path) -> None:
+    hf = build.read_hf_config(str(source))
+    assert hf.model_type == "qwen3_5_text" and not hf.tie_word_embeddings
+    theirs = AutoModelForCausalLM.from_pretrained(source)
+    assert megatron_fields(theirs.config) == megatron_fields(hf)
+    assert stop_ids(str(source), byte_tokenizer()) == {0}
+    tied = seeing(tmp_path / "tied", tie_word_embeddings=True)
+    content = json.loads((tied / "config.json").read_text())
+    content["text_config"].pop("tie_word_embeddings")
+    (tied / "config.json").write_text(json.dumps(content | {"tie_word_embeddings": True}))
+    assert build.read_hf_config(str(tied)).tie_word_embeddings
+
+
+def test_a_text_part_alone_needs_no_other(
+    sources: dict[str, Path], alone: Topology, tmp_path: Path
+) -> None:
+    """A text model's own directory that names another kind of model is still refused."""
+    content = json.loads((sources["qwen3"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"model_type": "qwen3_vl"}))
+    with pytest.raises(UserError, match="model_type"):
+        build.read_hf_config(str(tmp_path))

@@ -84,13 +84,13 @@ YARN = {
 }
 # Three layers with a gated delta net and one with gated attention.
 DELTA = {
-    "head_dim": 12,
+    "head_dim": 16,
     "num_hidden_layers": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 10,
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     "pad_token_id": None,
 }
 END = "<|end|>"

@@ -30,6 +30,7 @@ from megatron_stare.rollout.sglang.weights import (
     ServerLayout,
     WeightMismatch,
     bytes_of,
+    delta_sections,
     fused_parts,
     precise_weights,
     results,
@@ -224,7 +225,8 @@ class WeightSync:
         heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         experts = next((int(config[name]) for name in names if config.get(name)), 0)
-        rest = (heads, experts, fused_parts(config), precise_weights(config))
+        own = (fused_parts(config), precise_weights(config), delta_sections(config))
+        rest = (heads, experts, *own)
         return {server.layout: Expected(server.layout, *rest) for server in servers}
 
     def _all(self, servers: Sequence[Server], work: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import block_fp8
+import delta_nets
 import deterministic
 
 if deterministic.FLAG in sys.argv:  # before SGLang is imported: there is no compiler to count on
@@ -91,6 +92,9 @@ if __name__ == "__main__":
         ALLOC_MEMORY_FUNCS["cpu"] = plain_memory
     if ADAPTERS in sys.argv:
         ordinary_memory()
+    if '"linear_attention"' in config:  # some layers are gated delta nets
+        delta_nets.install()
+        sys.argv += ["--disable-radix-cache"]  # it would copy states by kernels of a GPU
     if '"kv_lora_rank"' in config:  # its attention keeps latent vectors
         absorb()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

@@ -87,6 +87,8 @@ def arguments_of(settings: SGLangConfig, model: Model, number: int) -> list[str]
     arguments += ["--enable-deterministic-inference"] if settings.deterministic else []
     arguments += adapter_arguments(model.adapters) if model.adapters else []
     arguments += _speculation(settings)
+    if "vision_config" in model.config:  # a rollout shows it no images
+        arguments += ["--json-model-override-args", '{"language_model_only": true}']
     if model.config.get("n_shared_experts"):  # else a GPU fuses them with the routed experts
         arguments += ["--disable-shared-experts-fusion"]
     return arguments

@@ -388,10 +388,14 @@ def adapter_arguments(adapters: Mapping[str, Any]) -> list[str]:
 
 
 def read_config(directory: str) -> dict[str, Any]:
-    """The config.json of an HF directory."""
+    """The config.json of an HF directory; of a model that also sees with the fields of its text
+    part.
+    """
     try:
         content = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{directory}/config.json cannot be read ({error}); correct it") from None
     assert isinstance(content, dict)
+    if "text_config" in content:
+        content |= content["text_config"] | {"model_type": content["model_type"]}
     return content

@@ -29,14 +29,19 @@ CPU_WIDTH_MULTIPLE = 32
 _Fused = dict[str, tuple[str, ...]]  # the parts of each module
 _GATED: _Fused = {"gate_up_proj": ("gate_proj", "up_proj")}
 _GROUPED: _Fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+_DELTA: _Fused = {
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
 _LATENT: _Fused = {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
 # Their outputs are split over ranks.
 _COLUMNS = {part for parts in (_GATED | _GROUPED).values() for part in parts}
-_COLUMNS |= {"q_b_proj", "kv_b_proj"}
+_COLUMNS |= {"q_b_proj", "kv_b_proj", "in_proj_z", "in_proj_b", "in_proj_a", "A_log", "dt_bias"}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _EXPERTS = (".experts.w13_weight", ".experts.w2_weight")
 MARGIN_SECONDS = 60.0  # over the time-out of a request, for it to be noticed
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+_STATES = (".linear_attn.A_log",)
 _ROUTER, _ROUTER_BIAS = ".mlp.gate.weight", ".mlp.gate.e_score_correction_bias"
 
 
@@ -80,14 +85,24 @@ def buckets(
 def fused_parts(config: Mapping[str, Any]) -> _Fused:
     """The modules that a server fuses, of a model with this config.json, and their parts."""
     if not config.get("kv_lora_rank"):
-        return _GATED | _GROUPED
+        return _GATED | _GROUPED | (_DELTA if delta_sections(config) else {})
     return _GATED | _LATENT if config.get("q_lora_rank") else _GATED
+
+
+def delta_sections(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Heights of the queries, keys and values of a gated delta net, each of which is split over
+    ranks for itself; empty of a model without.
+    """
+    if not config.get("linear_num_value_heads"):
+        return ()
+    key = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    return key, key, config["linear_num_value_heads"] * config["linear_value_head_dim"]
 
 
 def precise_weights(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Endings of the names of weights that a server of any dtype holds in fp32."""
     glm = str(config.get("model_type")).startswith("glm4_moe")
-    return (_ROUTER_BIAS, _ROUTER) if glm else (_ROUTER_BIAS,)
+    return (_ROUTER_BIAS, _ROUTER, *_STATES) if glm else (_ROUTER_BIAS, *_STATES)
 
 
 @dataclass(frozen=True)
@@ -111,8 +126,10 @@ class Expected:
         experts: int = 0,
         fused: _Fused = _GATED | _GROUPED,
         precise: tuple[str, ...] = (_ROUTER_BIAS,),
+        sections: tuple[int, ...] = (),
     ) -> None:
         self.layout, self.key_value_heads, self.experts = layout, key_value_heads, experts
+        self.sections = sections
         self.precise = precise
         self._parts = fused
         self._fused = {part: module for module, parts in fused.items() for part in parts}
@@ -125,6 +142,11 @@ class Expected:
         """Take the next tensor; parts of a fused one are kept until all are there."""
         dtype = torch.float32 if name.endswith(self.precise) else self.layout.dtype
         tensor = tensor.detach().to(dtype)
+        if self.sections:  # SGLang's layers of such a model hold their attention themselves
+            name = name.replace(".self_attn.", ".")
+            if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+                # the weight of a norm that is centred at zero, plus 1
+                self._note(f"{name.removesuffix('weight')}gemma_weight", [(name, tensor + 1)])
         if found := _EXPERT.fullmatch(name):
             if not self.layout.on_gpu:
                 self._add_expert(found[1], (int(found[2]), found[3]), tensor)
@@ -213,8 +235,10 @@ class Expected:
         width_multiple = 1 if self.layout.on_gpu else size * CPU_WIDTH_MULTIPLE
         if part in _VOCABULARY:
             return _padded(tensor, 0, VOCABULARY_MULTIPLE).chunk(size)[rank]
-        if part.endswith("o_proj.weight"):
+        if part.endswith(("o_proj.weight", "linear_attn.out_proj.weight")):
             return tensor.chunk(size, dim=1)[rank]
+        if part.endswith(("in_proj_qkv", "linear_attn.conv1d.weight")):
+            return torch.cat([each.chunk(size)[rank] for each in tensor.split(self.sections)])
         if part.endswith("down_proj.weight"):
             return _padded(tensor, 1, width_multiple).chunk(size, dim=1)[rank]
         if part in ("gate_proj", "up_proj"):

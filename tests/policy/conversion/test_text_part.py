@@ -33,12 +33,13 @@ VISION = {
 }
 
 
-def seeing(directory: Path, **text: object) -> Path:
+def seeing(directory: Path, dtype: torch.dtype = torch.bfloat16, **text: object) -> Path:
     """A checkpoint with a text part, a vision part and one that predicts further tokens."""
     part = tiny_config("qwen3_5_text", vocab_size=257, **text).to_dict()
+    part["full_attention_interval"] = 4  # what SGLang reads in place of layer_types
     config = Qwen3_5Config(text_config=part, vision_config=VISION)
     torch.manual_seed(5)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForImageTextToText.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)

@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_stare.__main__ import main
+from megatron_stare.config import SGLangConfig
+from megatron_stare.rollout.sglang.launch import arguments_of
+from megatron_stare.rollout.sglang.server import Model, read_config
+from tests.policy.conversion.test_text_part import seeing
 from tests.rollout.sglang.test_sglang_parity import command
 from tests.rollout.sglang.world import (
     CHECKSUMS,
@@ -18,6 +23,7 @@ from tests.rollout.sglang.world import (
     start_server,
     wait_for,
 )
+from tests.tiny_models import byte_tokenizer, save_tokenizer
 
 pytestmark = [
     pytest.mark.sglang,
@@ -71,3 +77,22 @@ def test_a_server_and_the_trainer_agree(
         server.stop()
     found = json.loads((tmp_path / "run/parity.json").read_text())
     assert all(each["tokens"] > 20 and each["largest"] < TOLERANCE for each in found["pairs"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_server_of_a_model_that_sees_takes_its_text_part(gpus: int, tmp_path: Path) -> None:
+    """Gated delta nets too, whose weights a server fuses and splits; its checksums are compared."""
+    checkpoint = seeing(tmp_path / "served", torch.float32, max_position_embeddings=512)
+    save_tokenizer(checkpoint)
+    model = Model(str(checkpoint), "float32", None, frozenset(), read_config(str(checkpoint)))  # type: ignore[arg-type]
+    arguments = arguments_of(SGLangConfig(gpus_per_server=gpus), model, 0)
+    assert "--json-model-override-args" in arguments
+    server = start_server(checkpoint, tmp_path / "server.txt", 0, *arguments[2:])
+    try:
+        wait_for([server], checkpoint, byte_tokenizer())
+        assert main(command(tmp_path, server, checkpoint, "sglang.verify_weights=true")) == 0
+    finally:
+        server.stop()
+    found = json.loads((tmp_path / "run/parity.json").read_text())
+    assert all(each["tokens"] > 20 and each["largest"] < 1e-3 for each in found["pairs"])

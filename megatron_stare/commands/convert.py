@@ -41,7 +41,7 @@ def run(
 ) -> int:
     """Convert; the exit code: 0, or 1 where --verify found a difference."""
     if base is not None and direction != TO_HF:
-        raise UserError(f"--base belongs to {TO_HF} of a run's adapters; leave it out")
+        raise UserError(f"--base belongs to {TO_HF} of adapters or of Qwen3.5; leave it out")
     if direction == OF_GGUF:
         if verify_it:
             raise UserError("--verify compares Megatron checkpoints; gguf-to-hf has none")

@@ -24,7 +24,11 @@ from megatron_stare.recipes import config_of
     argument("--dtype", choices=["fp32", "bf16"], default="", help="default: that of SOURCE"),
     argument("--verify", action="store_true", help="compare every byte and both models' logits"),
     argument("--prompts", default="", help="with --verify: a text file, one prompt per line"),
-    argument("--base", type=Path, help="of a run's adapters: their base model, if it has moved"),
+    argument(
+        "--base",
+        type=Path,
+        help="of a run's adapters: their base model, if it has moved; of Qwen3.5: the published model",
+    ),
     examples=(
         "convert megatron-to-hf runs/mine exported",
         "convert megatron-to-peft runs/lora adapters",

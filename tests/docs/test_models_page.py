@@ -12,7 +12,7 @@ from tests.rollout.sglang.test_sglang_families import SERVED
 from tests.tiny_models import tiny_config
 
 # Other tests send the weights of these to SGLang servers and compare log-probs.
-SERVED_ELSEWHERE = {"qwen2": "own code", "qwen3": "own code"}
+SERVED_ELSEWHERE = {"qwen2": "own code", "qwen3": "own code", "qwen3_5_text": "own code"}
 
 
 def table() -> str:

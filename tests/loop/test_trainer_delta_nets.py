@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megatron_stare.__main__ import main
 from megatron_stare.config import dump, override
 from megatron_stare.reporting.logbook import read_metrics
-from tests.policy.conversion.test_text_part import seeing
+from tests.policy.conversion.test_convert_text_part import seeing
 from tests.small_run import small_config
 
 

@@ -91,7 +91,7 @@ def megatron_to_hf(
     where it knows them. Of a model that also sees, `base` has the other parts, which are copied.
     `dtype`, `advance`, UserError: as in `hf_to_megatron`.
     """
-    others = with_other_parts(base or source, "--base")
+    others = with_other_parts(source, base)
     hf = build.read_hf_config(str(source))
     reader = _reader(source, hf, topology, base)
     if isinstance(reader, merging.MergedReader):
@@ -166,7 +166,7 @@ def total_bytes(source: Path, topology: Topology, dtype: str = "", base: Path | 
         checkpoint, table = Checkpoint(str(source)), name_table(hf)
         check_agreement(checkpoint, hf)
         return sum(checkpoint.bytes_of(entry.hf) for entry in table)
-    reader, others = _reader(source, hf, topology, base), with_other_parts(base or source, "--base")
+    reader, others = _reader(source, hf, topology, base), with_other_parts(source, base)
     carried = others.carried.values() if others else ()
     return sum(info.end - info.begin for info in carried) + sum(
         torch.Size(shape).numel()
@@ -343,7 +343,7 @@ def _write_hf(
         for entry in name_table(model.hf)
         for name, shape in zip(entry.hf, entry.shapes, strict=True)
     }
-    others = with_other_parts(source, "policy.hf_checkpoint")
+    others = with_other_parts(source)
     shapes = _of_files(shapes, others)
     infos = hf_files.describe(shapes, tuple(shapes))
     carried = map(others.read_carried, others.carried) if others else ()

@@ -193,19 +193,22 @@ class Checkpoint:
                 )
 
 
-def with_other_parts(directory: Path, setting: str) -> Checkpoint | None:
-    """The checkpoint in `directory`, which `setting` names, if it has other parts than the text,
-    which an export needs; None: its model has none.
+def with_other_parts(source: Path, base: Path | None = None) -> Checkpoint | None:
+    """The Hugging Face checkpoint with the parts of a model that are not text, which an export of
+    `source` needs: `source` itself or `base`. None: the model, of which source has the config.json,
+    has no such parts.
     """
-    content = json.loads((directory / "config.json").read_text())
+    content = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if content.get("model_type") not in SEEING:
         return None
-    if not any(directory.glob("*.safetensors")):
+    directory = base or source
+    found = Checkpoint(str(directory)) if any(directory.glob("*.safetensors")) else None
+    if found is None or not found.has_text_part:
         raise UserError(
             f"{directory} has only the text part of a {content['model_type']} model; give the "
-            f"original Hugging Face checkpoint with {setting}"
+            "published Hugging Face directory (convert: --base)"
         )
-    return Checkpoint(str(directory))
+    return found
 
 
 def check_agreement(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:

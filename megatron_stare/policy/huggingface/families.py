@@ -299,7 +299,7 @@ FAMILIES: dict[str, Family] = {
         ignored=_QWEN_WINDOW | {"router_aux_loss_coef"},
     ),
     "qwen3_5_text": Family(
-        models=("Qwen3.5 and Qwen3.6 (dense, their text part)",),
+        models=("Qwen3.5 (dense), the text part",),
         fields=_DENSE | _DELTA,
         always={
             "qk_layernorm": True,

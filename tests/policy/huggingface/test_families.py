@@ -16,14 +16,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.config import AdaptersConfig, Config, PolicyConfig, UserError, override
+from megatron_stare.planning.plan import Cluster, make_plan
 from megatron_stare.policy import build, topology
+from megatron_stare.policy.adapters.attach import check as check_adapters
 from megatron_stare.policy.huggingface.families import (
     FAMILIES,
     check_supported,
     megatron_fields,
 )
+from megatron_stare.policy.huggingface.fp8_weights import check_family, check_server
 from megatron_stare.policy.huggingface.names import name_table
+from megatron_stare.policy.huggingface.shape import forward_operations, shape_of
 from megatron_stare.policy.huggingface.weights import named_parameters
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
@@ -107,6 +111,9 @@ def test_a_config_json_in_the_form_of_transformers_4_is_the_same(name: str, tmp_
         ("DeepSeek-V3", {"v_head_dim": 256}),
         ("GLM-4.7-Flash", {"topk_group": 3, "n_group": 4}),
         ("Qwen3-30B-A3B", {"num_experts_per_tok": 1}),
+        ("Qwen3.5-0.8B", {"layer_types": ["linear_attention", "sliding_attention"] * 12}),
+        ("Qwen3.5-0.8B", {"attn_output_gate": False}),
+        ("Qwen3.5-0.8B", {"attention_bias": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -118,13 +125,64 @@ def test_settings_foreign_to_a_family_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("GLM-4.5-Air", "a model with experts"), ("DeepSeek-V3", "experts")]
+    ("name", "words"),
+    [
+        ("GLM-4.5-Air", "a model with experts"),
+        ("DeepSeek-V3", "experts"),
+        ("Qwen3.5-0.8B", "gated delta nets"),
+    ],
 )
 def test_models_without_shareable_prompts_are_refused(
     name: str, words: str, alone: Topology
 ) -> None:
     with pytest.raises(UserError, match=rf"shared_prompts=true does not work with .*{words}"):
         build.transformer_config(published(name), PolicyConfig(shared_prompts=True), alone)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tensor_model_parallel_size": 2}, "gated delta nets needs policy.sequence_parallel=true"),
+        ({"context_parallel_size": 32}, "= 32 does not divide linear_num_key_heads=16"),
+    ],
+)
+def test_layouts_that_delta_nets_do_not_have_are_refused(
+    settings: dict[str, Any], words: str, alone: Topology
+) -> None:
+    with pytest.raises(UserError, match=words):
+        build.transformer_config(published("Qwen3.5-0.8B"), PolicyConfig(**settings), alone)
+
+
+def test_what_does_not_know_delta_nets_refuses_them() -> None:
+    """Adapters, and weights in FP8."""
+    hf = published("Qwen3.5-0.8B")
+    with pytest.raises(UserError, match=r"adapters\.rank=4 is not supported for qwen3_5_text"):
+        check_adapters(hf, AdaptersConfig(rank=4), PolicyConfig())
+    with pytest.raises(UserError, match="--format fp8 does not cover the gated delta nets"):
+        check_family(hf, "--format fp8")
+    with pytest.raises(UserError, match="does not cover the gated delta nets"):
+        check_server(hf, (), 1, 1, "sglang.weights=fp8")
+
+
+def test_a_plan_does_not_know_delta_nets(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", tiny_config("qwen3_5_text"))
+    config = override(Config(), [f"policy.hf_checkpoint={tmp_path / 'model'}"])
+    with pytest.raises(UserError, match="the gated delta nets of qwen3_5_text cannot be planned"):
+        make_plan(config, Cluster(1, 0))
+
+
+def test_operations_of_delta_nets_are_counted() -> None:
+    """Attention grows with the square of a length, and only in the layers that have it."""
+    hf = published("Qwen3.5-0.8B")
+    shape, dense = shape_of(hf), shape_of(published("Qwen3.5-0.8B", layer_types=FULL))
+    assert (shape.attention_layers, dense.attention_layers) == (6, 24)
+    assert shape.delta_work == 18 * 16 * (6 * 128 * 128 + 64 * 8 * 128) and not dense.delta_work
+    short, long = (forward_operations(shape, [(0, length)]) for length in (1000, 2000))
+    squares = 2 * 8 * 256 * 6 * (2000**2 - 2 * 1000**2)
+    assert long - 2 * short == pytest.approx(squares)
+
+
+FULL = ["full_attention"] * 24
 
 
 def test_half_precision_keeps_the_routers_bias_in_fp32(tmp_path: Path, alone: Topology) -> None:

@@ -13,7 +13,7 @@ from megatron_stare.__main__ import main
 from megatron_stare.config import SGLangConfig
 from megatron_stare.rollout.sglang.launch import arguments_of
 from megatron_stare.rollout.sglang.server import Model, read_config
-from tests.policy.conversion.test_text_part import seeing
+from tests.policy.conversion.test_convert_text_part import seeing
 from tests.rollout.sglang.test_sglang_parity import command
 from tests.rollout.sglang.world import (
     CHECKSUMS,

@@ -27,7 +27,7 @@ from megatron_stare.recipes import config_of
     argument(
         "--base",
         type=Path,
-        help="of a run's adapters: their base model, if it has moved; of Qwen3.5: the published model",
+        help="of adapters: their base model, if it has moved; of Qwen3.5: the published model",
     ),
     examples=(
         "convert megatron-to-hf runs/mine exported",

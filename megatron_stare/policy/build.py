@@ -288,12 +288,18 @@ def _with_delta_nets(
 
     from megatron_stare.policy.cpu_layers.delta_net import delta_net_spec, provide_operations
 
-    provide_operations(policy.deterministic)
+    # The kernels read lengths on the device, where TransformerEngine's attention has them too, and
+    # do not repeat their results bit by bit.
+    provide_operations(theirs=_has_transformer_engine() and not policy.deterministic)
     first = get_transformer_layer_offset(config, stage, topology.pipeline_rank)
     for place, spec in enumerate(block.layer_specs):
         if config.linear_attention_freq[first + place]:
             spec = block.layer_specs[place] = copy.deepcopy(spec)
-            spec.submodules.self_attention = delta_net_spec(spec.submodules.self_attention)
+            layer = spec.submodules
+            layer.self_attention = delta_net_spec(layer.self_attention)
+            if "input_layernorm." in layer.sharded_state_dict_keys_map:
+                fused = "self_attention.in_proj.layer_norm_"  # TransformerEngine's name for it
+                layer.sharded_state_dict_keys_map["input_layernorm."] = fused
     return block
 
 

@@ -30,7 +30,7 @@ WHOLE_EXPERTS = "policy.expert_tensor_parallel_size=1"
 VPP, SP = "policy.virtual_pipeline_model_parallel_size=2", "policy.sequence_parallel=true"
 PACKED, SPREAD = "policy.packed_sequences=true", "policy.use_distributed_optimizer=true"
 SHARED = "policy.shared_prompts=true"
-TIED, EXPERTS, LATENT = MODELS = ("tied", "experts", "latent")
+TIED, EXPERTS, LATENT, DELTA = MODELS = ("tied", "experts", "latent", "delta nets")
 STALE = "stale"  # rollouts of older weights, and sequence weights that make up for it
 GSPO = "gspo"  # a loss over whole sequences, its ratio moved by several updates to a batch
 DCPO = "dcpo"  # a plan of rewards and of a policy that is scored at another temperature
@@ -42,6 +42,8 @@ QUEUED = "queued"  # batches out of a queue, then one of rollouts that were trai
 VARIANT_SETTINGS = {
     # As STEADY: more experts and smaller matrices have gradients that are nearly zero.
     LATENT: ("optimizer.adam_eps=1e-4",),
+    # The norm of each head enlarges rounding, and each update what the last one left of it.
+    DELTA: ("optimizer.adam_eps=1e-3", "optimizer.lr=1e-4"),
     AGAIN: (
         "rollout.resampling.method=aepo",
         "rollout.resampling.prompt_share=0.5",
@@ -104,6 +106,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "latent": (LATENT,),
         "recompute full latent": (LATENT, PACKED, "policy.recompute_granularity=full"),
         "recompute attention latent": (LATENT, PACKED, SELECTIVE),
+        "delta nets": (DELTA,),
+        "packed delta nets": (DELTA, PACKED),
         "stale": (STALE,),
         "gspo": (GSPO,),
         "sampled again": (AGAIN,),
@@ -249,7 +253,8 @@ ALL = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for layouts in LAYOUTS.values()
     for name in layouts
-    if name not in ("padded", *VARIANTS)
+    # Delta nets are compared in float64 (test_families_layouts.py), and here for the null device.
+    if name not in ("padded", "packed delta nets", *VARIANTS)
 ]
 # These choose no tokens, and with a loss of their own the entropy's change is another: their own
 # figures.
@@ -313,6 +318,7 @@ def write_models(directory: Path) -> Path:
         (TIED, "qwen2_tied"),
         (EXPERTS, "qwen3_moe"),
         (LATENT, "deepseek_v3"),
+        (DELTA, "qwen3_5_text"),
     ):
         shape = {
             "vocab_size": 257,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.loop.test_trainer_layouts import EXPERTS, LATENT, write_models
+from tests.loop.test_trainer_layouts import DELTA, EXPERTS, LATENT, write_models
 from tests.nullcuda.apart import on_cpu
 from tests.nullcuda.runs import (
     ADAPTERS,
@@ -25,14 +25,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def expected(models: str) -> dict[str, Any]:
-    """Three steps of one rank on the CPU: "dense", "experts", "latent"; "adapters", "experts
-    adapters", "shared adapters", "latent adapters"; updates "in bf16".
+    """Three steps of one rank on the CPU: "dense", "experts", "latent", "delta nets"; "adapters",
+    "experts adapters", "shared adapters", "latent adapters"; updates "in bf16".
     """
     return on_cpu(references, models)
 
 
 def references(directory: str) -> dict[str, Any]:
-    layouts = {"dense": ("padded",), EXPERTS: (EXPERTS,), LATENT: (LATENT,)}
+    layouts = {"dense": ("padded",), **{kind: (kind,) for kind in (EXPERTS, LATENT, DELTA)}}
     layouts |= {"adapters": ("padded", ADAPTERS), "latent adapters": (LATENT, *LATENT_ADAPTERS)}
     layouts |= {
         "experts adapters": (EXPERTS, ADAPTERS),

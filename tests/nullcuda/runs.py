@@ -17,6 +17,7 @@ from megatron_stare.policy.actor import Actor
 from megatron_stare.records import Group, Prompt, Rollout
 from tests.loop.test_trainer_layouts import (
     COMPARED,
+    DELTA,
     EXPERTS,
     LATENT,
     PACKED,
@@ -30,7 +31,10 @@ ADAPTERS = "adapters.rank=2"
 # With seed 0 our own layers on a CPU, packed and padded, select other tokens in the third step.
 LATENT_ADAPTERS = (ADAPTERS, "adapters.targets=q,k,v,o", "run.seed=2")
 SHARED_ADAPTERS = (ADAPTERS, "adapters.experts=shared")
-KINDS = ("latent adapters", "shared adapters", "experts adapters", EXPERTS, LATENT, "adapters")
+KINDS = (
+    *("latent adapters", "shared adapters", "experts adapters"),
+    *(EXPERTS, LATENT, DELTA, "adapters"),
+)
 
 
 def reference_of(name: str) -> str:
@@ -94,27 +98,39 @@ def updated_in_bf16(directory: str) -> list[dict[str, float]]:
     return found
 
 
-def assert_same_metrics(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> None:
+def assert_same_metrics(
+    ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], slack: float = 1
+) -> None:
     for row, other in zip(ours, theirs, strict=True):
         for key in (*COMPARED, *STARE, *SENSITIVITY):
-            close = 1e-5
+            close = 1e-5 * slack
             if key == "critical_weight_excess" and "adapters/merge_error" in row:
                 close = 1e-4  # it divides what cancels; adapters cancel more
             assert row[key] == pytest.approx(other[key], rel=close, abs=1e-7), (key, row, other)
 
 
-def assert_trained_alike(results: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
+def slack_of(name: str) -> float:
+    """How much more rounding a case may have: gated delta nets normalise the output of each head,
+    which enlarges it.
+    """
+    return 100 if name.endswith(DELTA) else 1
+
+
+def assert_trained_alike(
+    results: Sequence[dict[str, Any]], expected: dict[str, Any], slack: float = 1
+) -> None:
     """Metrics and weights of every rank, and the tokens that the ranks selected together.
 
     Weights agree to a hundredth of one of Adam's steps: if a gradient is nearly zero, its rounding
     is part of the step.
     """
     for result in results:
-        assert_same_metrics(result["metrics"], expected["metrics"])
-        assert all(row["logprob_diff_max"] < 1e-4 for row in result["metrics"])
+        assert_same_metrics(result["metrics"], expected["metrics"], slack)
+        assert all(row["logprob_diff_max"] < 1e-4 * slack for row in result["metrics"])
         assert result["weights"].keys() == expected["weights"].keys()
         for name, tensor in result["weights"].items():
-            torch.testing.assert_close(tensor, expected["weights"][name], rtol=1e-5, atol=3e-5)
+            near = {"rtol": 1e-5 * slack, "atol": 3e-5 * slack}
+            torch.testing.assert_close(tensor, expected["weights"][name], **near)
     for step, (up, down) in enumerate(expected["chosen"]):
         assert up and down
         assert set().union(*(result["chosen"][step][0] for result in results)) == up

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from megatron.core.ssm.gated_delta_net import (
     GatedDeltaNet,
     GatedDeltaNetSubmodules,
@@ -30,12 +29,11 @@ class HeadNorm(RMSNorm):
         self.zero_centered = False
 
 
-def provide_operations(deterministic: bool) -> None:
+def provide_operations(theirs: bool) -> None:
     """Put our operations where Megatron-Core looks for those of flash-linear-attention, unless
-    these are installed and a GPU may run them. Theirs do not repeat their results bit by bit.
+    `theirs` may be used and that package is installed.
     """
-    theirs = common.chunk_gated_delta_rule is not None and torch.cuda.is_available()
-    if theirs and not deterministic:
+    if theirs and common.chunk_gated_delta_rule is not None:
         return
     common.HAVE_FLA = True
     common.l2norm = delta_rule.normalised

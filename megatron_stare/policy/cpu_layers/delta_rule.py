@@ -47,8 +47,8 @@ def causal_conv1d(
     taps, length = weight.shape[1], x.shape[1]
     places = torch.arange(length, device=x.device)
     if cu_seqlens is not None:
-        starts = cu_seqlens[:-1].long()
-        places = places - starts[torch.bucketize(places, cu_seqlens[1:].long(), right=True)]
+        bounds = cu_seqlens.to(x.device).long()
+        places = places - bounds[torch.bucketize(places, bounds[1:], right=True)]
     total = x * weight[:, -1] if bias is None else x * weight[:, -1] + bias
     for back in range(1, min(taps, length)):
         shifted = nn.functional.pad(x[:, :-back], (0, 0, back, 0))

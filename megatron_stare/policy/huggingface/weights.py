@@ -323,10 +323,11 @@ def _broadcast(
 
 # TransformerEngine fuses a norm into the next linear layer and names its weight after that
 # layer.
-_FUSED_NORMS = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
+_FUSED_NORMS = (
+    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+    ("input_layernorm.weight", "self_attention.in_proj.layer_norm_weight"),
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+)
 
 
 def _megatron_name(entry: ParameterMapping, parameters: dict[str, Tensor]) -> str:
@@ -335,7 +336,8 @@ def _megatron_name(entry: ParameterMapping, parameters: dict[str, Tensor]) -> st
     """
     if entry.megatron in parameters:
         return entry.megatron
-    for plain, fused in _FUSED_NORMS.items():
-        if entry.megatron.endswith(plain):
-            return entry.megatron.removesuffix(plain) + fused
+    for plain, fused in _FUSED_NORMS:
+        name = entry.megatron.removesuffix(plain) + fused
+        if entry.megatron.endswith(plain) and name in parameters:
+            return name
     return entry.megatron

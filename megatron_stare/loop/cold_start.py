@@ -33,6 +33,7 @@ from megatron_stare.loop.parts import load_tokenizer
 from megatron_stare.losses import find_objective
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.conversion.convert import export_hf
+from megatron_stare.policy.huggingface.checkpoint import with_other_parts
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.reporting.bars import progress
@@ -96,6 +97,7 @@ def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target:
     if target.is_dir():
         return True
     demonstrations = read_demonstrations(config)
+    with_other_parts(Path(config.policy.hf_checkpoint))  # else the result could not be written
     actor = Actor(_supervised(config), topology, settings.steps)
     objective, loss_config = find_objective("sft"), LossConfig(name="sft")
     loss = objective.bind(loss_config)

@@ -90,7 +90,7 @@ class EmbeddedEngine:
         adapter_scale: float = 1.0,
     ) -> None:
         whole = AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True)
-        config = whole.get_text_config()  # of a model that also sees
+        config = whole.get_text_config()  # of a vision-language model
         if device.type == "cpu":
             config._attn_implementation = decode_attention.NAME
         self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()

@@ -1,4 +1,4 @@
-"""A run on a model with gated delta nets that also sees: cold start, rollouts, updates, and the
+"""A run on a model with gated delta nets and vision: cold start, rollouts, updates, and the
 whole model at the end.
 """
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megatron_stare.__main__ import main
 from megatron_stare.config import dump, override
 from megatron_stare.reporting.logbook import read_metrics
-from tests.policy.conversion.test_convert_text_part import seeing
+from tests.policy.conversion.test_convert_text_part import vision_language
 from tests.small_run import small_config
 
 
@@ -23,7 +23,11 @@ def test_a_run_trains_the_text_part_and_keeps_the_others(
     packed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = small_config(tmp_path, f"policy.packed_sequences={packed}", "run.save_interval=2")
-    source, run, shown = seeing(tmp_path / "seeing"), tmp_path / "run", tmp_path / "shown.jsonl"
+    source, run, shown = (
+        vision_language(tmp_path / "vision_language"),
+        tmp_path / "run",
+        tmp_path / "shown.jsonl",
+    )
     rows = [{"prompt": f"{a}+1=", "response": f"{a + 1}."} for a in range(8)]
     shown.write_text("".join(json.dumps(row) + "\n" for row in rows))
     first = (f"cold_start.data={shown}", "cold_start.batch_size=4", "cold_start.steps=2")

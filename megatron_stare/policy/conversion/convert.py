@@ -88,7 +88,7 @@ def megatron_to_hf(
     saved under any layout. Adapters are merged into their base (conversion/merging.py).
 
     Files, their order and their names are those of the directory that the checkpoint came from,
-    where it knows them. Of a model that also sees, `base` has the other parts, which are copied.
+    where it knows them. Of a vision-language model, `base` has the other parts, which are copied.
     `dtype`, `advance`, UserError: as in `hf_to_megatron`.
     """
     others = with_other_parts(source, base)

@@ -19,14 +19,14 @@ from megatron_stare.config import UserError
 from megatron_stare.policy.huggingface.block_fp8 import BLOCK, decode
 from megatron_stare.policy.huggingface.families import (
     FAMILIES,
-    SEEING,
+    VISION_LANGUAGE,
     check_supported,
     megatron_fields,
 )
 from megatron_stare.policy.huggingface.files import DTYPES, TensorInfo, read_header, weight_files
 from megatron_stare.policy.huggingface.names import Rows, name_table
 
-# The text part of a model that also sees: its weights are named model.language_model.layers...
+# The text part of a vision-language model: its weights are named model.language_model.layers...
 _TEXT_PART, _MODEL = "model.language_model.", "model."
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"^model\.layers\.\d+\.mlp\.experts\.(\d+)\.")
@@ -85,7 +85,7 @@ class Checkpoint:
     """The safetensors of an HF directory, read tensor by tensor. UserError:
     no files, or a file that is damaged.
 
-    Of a model that also sees, `files` and `infos` have the text part, by the names that it has
+    Of a vision-language model, `files` and `infos` have the text part, by the names that it has
     alone; `carried` has all other tensors, by their own names.
     """
 
@@ -199,7 +199,7 @@ def with_other_parts(source: Path, base: Path | None = None) -> Checkpoint | Non
     has no such parts.
     """
     content = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    if content.get("model_type") not in SEEING:
+    if content.get("model_type") not in VISION_LANGUAGE:
         return None
     directory = base or source
     found = Checkpoint(str(directory)) if any(directory.glob("*.safetensors")) else None

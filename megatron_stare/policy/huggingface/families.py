@@ -372,15 +372,15 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-# Models that also see, of which the text part is trained.
-SEEING = frozenset({"qwen3_5"})
+# Vision-language models, of which the text part is trained.
+VISION_LANGUAGE = frozenset({"qwen3_5"})
 
 
 def text_config(hf: PretrainedConfig) -> PretrainedConfig:
-    """The part of a config.json that the trainer reads: all of it, but of a model that also sees
+    """The part of a config.json that the trainer reads: all of it, but of a vision-language model
     its text part. tie_word_embeddings may be in either.
     """
-    if hf.model_type not in SEEING:
+    if hf.model_type not in VISION_LANGUAGE:
         return hf
     text = hf.get_text_config()
     text.tie_word_embeddings = text.tie_word_embeddings or hf.tie_word_embeddings

@@ -33,7 +33,7 @@ COMPANIONS = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
-    "preprocessor_config.json",  # these three belong to models that also see
+    "preprocessor_config.json",  # these three belong to vision-language models
     "video_preprocessor_config.json",
     "processor_config.json",
 )

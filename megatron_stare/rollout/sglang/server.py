@@ -388,7 +388,7 @@ def adapter_arguments(adapters: Mapping[str, Any]) -> list[str]:
 
 
 def read_config(directory: str) -> dict[str, Any]:
-    """The config.json of an HF directory; of a model that also sees with the fields of its text
+    """The config.json of an HF directory; of a vision-language model with the fields of its text
     part.
     """
     try:

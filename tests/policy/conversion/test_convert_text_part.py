@@ -1,4 +1,4 @@
-"""Models that also see: their text part is trained, and the other parts come back byte by byte."""
+"""Vision-language models: their text part is trained, the other parts come back byte by byte."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VISION = {
 }
 
 
-def seeing(directory: Path, dtype: torch.dtype = torch.bfloat16, **text: object) -> Path:
+def vision_language(directory: Path, dtype: torch.dtype = torch.bfloat16, **text: object) -> Path:
     """A checkpoint with a text part, a vision part and one that predicts further tokens."""
     part = tiny_config("qwen3_5_text", vocab_size=257, **text).to_dict()
     part["full_attention_interval"] = 4  # what SGLang reads in place of layer_types
@@ -54,7 +54,7 @@ def seeing(directory: Path, dtype: torch.dtype = torch.bfloat16, **text: object)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return seeing(tmp_path_factory.mktemp("seeing") / "model")
+    return vision_language(tmp_path_factory.mktemp("vision_language") / "model")
 
 
 def test_a_round_trip_gives_every_file_back(source: Path, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_conversion_back_asks_for_the_other_parts(
 def test_an_export_of_the_trained_model_is_whole(
     source: Path, alone: Topology, tmp_path: Path
 ) -> None:
-    """Its text part is the trainer's, and transformers' model that sees reads all of it."""
+    """Its text part is the trainer's, and transformers' vision-language model reads all of it."""
     model = PolicyModel(str(source), PolicyConfig(dtype="bf16"), alone, 1.0)
     with torch.no_grad():
         for parameter in model.chunks[0].parameters():
@@ -104,7 +104,7 @@ def test_the_text_part_is_that_of_transformers(source: Path, tmp_path: Path) -> 
     theirs = AutoModelForCausalLM.from_pretrained(source)
     assert megatron_fields(theirs.config) == megatron_fields(hf)
     assert stop_ids(str(source), byte_tokenizer()) == {0}
-    tied = seeing(tmp_path / "tied", tie_word_embeddings=True)
+    tied = vision_language(tmp_path / "tied", tie_word_embeddings=True)
     content = json.loads((tied / "config.json").read_text())
     content["text_config"].pop("tie_word_embeddings")
     (tied / "config.json").write_text(json.dumps(content | {"tie_word_embeddings": True}))

@@ -91,6 +91,7 @@ class EmbeddedEngine:
     ) -> None:
         whole = AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True)
         config = whole.get_text_config()  # of a vision-language model
+        config.tie_word_embeddings = config.tie_word_embeddings or whole.tie_word_embeddings
         if device.type == "cpu":
             config._attn_implementation = decode_attention.NAME
         self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()

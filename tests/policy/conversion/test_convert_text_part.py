@@ -17,6 +17,7 @@ from megatron_stare.policy.conversion import convert
 from megatron_stare.policy.huggingface.families import megatron_fields
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
+from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.stops import stop_ids
 from tests.policy.conversion.conftest import refused
 from tests.policy.conversion.test_convert import assert_same_files
@@ -109,6 +110,9 @@ def test_the_text_part_is_that_of_transformers(source: Path, tmp_path: Path) -> 
     content["text_config"].pop("tie_word_embeddings")
     (tied / "config.json").write_text(json.dumps(content | {"tie_word_embeddings": True}))
     assert build.read_hf_config(str(tied)).tie_word_embeddings
+    engine = EmbeddedEngine(str(tied), byte_tokenizer(), 1, torch.float32, torch.device("cpu"))
+    assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
+    engine.close()
 
 
 def test_a_text_part_alone_needs_no_other(

@@ -77,7 +77,8 @@ def test_a_result_of_other_demonstrations_is_refused(
     recipe, shown = prepared(tmp_path), tmp_path / "shown.jsonl"
     config, before = load(recipe), shown.read_text()
     target = Path(config.run.dir) / "cold_start"
-    run_distributed(one_cold_start, 1, recipe)
+    with topologies.session(config.policy) as topology:
+        assert cold_start(config, topology, Interrupt(), target)
     assert json.loads((target / "cold_start.json").read_text())["demonstrations"]
     shown.write_text(before.replace("8.", "9."))
     for command in (["train", str(recipe)], ["train", str(recipe), "--dry-run"]):
@@ -98,12 +99,6 @@ LAYOUTS = {
     "PP2": ("policy.pipeline_model_parallel_size=2",),
     "CP2": ("policy.context_parallel_size=2",),
 }
-
-
-def one_cold_start(rank: int, world_size: int, recipe: Path) -> None:
-    config = load(recipe)
-    target = Path(config.run.dir) / "cold_start"
-    assert cold_start(config, topologies.start(config.policy), Interrupt(), target)
 
 
 def cold_starts(rank: int, world_size: int, recipe: Path) -> None:

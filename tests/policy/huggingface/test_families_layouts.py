@@ -6,7 +6,6 @@ as the Actor packs, schedules and reduces them, within 1e-9.
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -108,7 +107,6 @@ def measured(directory: str, options: tuple[str, ...]) -> Result:
     """
     from megatron.core.models.common.embeddings import RotaryEmbedding
 
-    gc.collect()  # the groups of the layout before this one, each with threads of its own
     settings = (f"policy.hf_checkpoint={directory}", "policy.packed_sequences=true")
     budget = "policy.max_tokens_per_gpu=300"
     config = override(Config(), [*settings, budget, "optimizer.clip_grad=1e9", *options])

@@ -97,6 +97,7 @@ def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target:
     if target.is_dir():
         return True
     demonstrations = read_demonstrations(config)
+    origin = _origin(config) | {_DIGEST: _digest(config)}
     with_other_parts(Path(config.policy.hf_checkpoint))  # else the result could not be written
     actor = Actor(_supervised(config), topology, settings.steps)
     objective, loss_config = find_objective("sft"), LossConfig(name="sft")
@@ -117,7 +118,6 @@ def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target:
             bar.update(loss=metrics["loss"])
     export_hf(actor, Path(config.policy.hf_checkpoint), target)
     if topology.is_first:
-        origin = _origin(config) | {_DIGEST: _digest(config)}
         atomic_write(target / _ORIGIN, json.dumps(origin, indent=2) + "\n")
     dist.barrier()
     return True
@@ -142,7 +142,7 @@ def _made_with(directory: Path) -> dict[str, Any]:
 
 def _check_origin(target: Path, config: Config) -> None:
     """UserError where `target` is known to be made with other settings or other demonstrations.
-    Demonstrations that are gone are not missed.
+    Demonstrations that no longer exist are not compared.
     """
     made, origin = _made_with(target), _origin(config)
     for key, old in made.items():
@@ -151,14 +151,15 @@ def _check_origin(target: Path, config: Config) -> None:
                 f"{target} is the result of {key}={old!r}, not {origin[key]!r}; choose another "
                 "run.dir"
             )
-    if _DIGEST in made and _readable(config) and made[_DIGEST] != _digest(config):
+    if _DIGEST in made and _exist(config) and made[_DIGEST] != _digest(config):
         raise UserError(
             f"{target} is the result of other demonstrations than those that cold_start.data="
             f"{config.cold_start.data} holds now; restore them, or choose another run.dir"
         )
 
 
-def _readable(config: Config) -> bool:
+def _exist(config: Config) -> bool:
+    """Whether cold_start.data still names demonstrations."""
     try:
         return bool(parts(config.cold_start.data, "cold_start.data"))
     except UserError:

@@ -95,8 +95,11 @@ def build_model(
         with device or contextlib.nullcontext():
             chunk = GPTModel(
                 config=config,
-                transformer_layer_spec=_layer_specs(
-                    config, policy, topology, numbered, device is not None
+                transformer_layer_spec=_with_delta_nets(
+                    _layer_specs(
+                        config, topology, numbered, device is not None, policy.shared_prompts
+                    ),
+                    *(config, policy, topology, numbered),
                 ),
                 vocab_size=padded_vocab_size(hf, topology.tensor_size),
                 max_sequence_length=hf.max_position_embeddings,
@@ -232,10 +235,10 @@ def _has_transformer_engine() -> bool:
 
 def _layer_specs(
     config: Any,
-    policy: PolicyConfig,
     topology: Topology,
     virtual_stage: int | None,
     local: bool,
+    shared_prompts: bool = False,
 ) -> Any:
     """TransformerEngine's layers where it and CUDA are there, with its attention or, for shared
     prompts, ours; else Megatron's local ones with our attention.
@@ -259,10 +262,10 @@ def _layer_specs(
             spec.submodules.self_attention.module = LatentAttention
     from megatron_stare.policy.cpu_layers.attention import CoreAttention, RMSNorm
 
-    for spec in block.layer_specs if policy.shared_prompts or not transformer_engine else ():
+    for spec in block.layer_specs if shared_prompts or not transformer_engine else ():
         spec.submodules.self_attention.submodules.core_attention = CoreAttention
     if transformer_engine:
-        return _with_delta_nets(block, config, policy, topology, virtual_stage)
+        return block
     for spec in block.layer_specs:
         layer, attention = spec.submodules, spec.submodules.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
@@ -275,7 +278,7 @@ def _layer_specs(
                 RMSNorm if config.qk_layernorm else IdentityOp
             )
     block.layer_norm = RMSNorm
-    return _with_delta_nets(block, config, policy, topology, virtual_stage)
+    return block
 
 
 def _with_delta_nets(

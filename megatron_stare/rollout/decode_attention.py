@@ -79,7 +79,9 @@ def empty_cache(config: Any, *, growing: bool) -> DynamicCache:
     if growing:
         kinds[DynamicLayer] = GrowingLayer
     cache = DynamicCache(config=config)
-    cache.layers = [kinds.get(type(layer), lambda layer=layer: layer)() for layer in cache.layers]
+    cache.layers = [
+        kinds[type(layer)]() if type(layer) in kinds else layer for layer in cache.layers
+    ]
     return cache
 
 

@@ -25,6 +25,7 @@ from megatron_stare.policy.huggingface.names import (
     ParameterMapping,
     attention_rows,
     from_shards,
+    is_delta_net,
     name_table,
 )
 
@@ -84,7 +85,7 @@ def _attention(hf: PretrainedConfig, layer: int) -> Iterator[Operation]:
     name, attention = f"layer {layer}: ", f"{ours}self_attention."
     yield Operation(f"{name}input norm", f"{theirs}input_layernorm", f"{ours}input_layernorm")
     fields = megatron_fields(hf)
-    if fields.get("linear_attention_freq", {layer: 0})[layer]:
+    if is_delta_net(fields, layer):
         yield from _delta_net(layer)
         return
     if fields.get("multi_latent_attention"):

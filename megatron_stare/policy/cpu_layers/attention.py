@@ -363,8 +363,8 @@ class RMSNorm(nn.Module):
 
     In half precision the statistics are fp32 and the quotient is rounded before the weight
     multiplies it, as Hugging Face's Qwen2, Qwen3 and Llama do; 1 + weight multiplies it in fp32, as
-    in Qwen3.5. Constructor arguments are those
-    Megatron passes to any norm. Source: Zhang and Sennrich, arXiv 1910.07467.
+    in Qwen3.5. Constructor arguments are those Megatron passes to any norm. Source: Zhang and
+    Sennrich, arXiv 1910.07467.
 
     Under sequence parallelism every tensor-parallel rank normalises other tokens, so the weight's
     gradient is a partial sum on each. Megatron's finalize_model_grads adds it up over the tensor

@@ -28,8 +28,12 @@ CHUNK = 64
 
 def normalised(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(sum x^2 + eps) over the last axis, in fp32 at least."""
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = _wide(x)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def causal_conv1d(
@@ -63,28 +67,23 @@ def gated_delta_rule(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """o [B, S, H, V] of q, k [B, S, H, K], v [B, S, H, V] and g, beta [B, S, H], in fp32 at least;
-    scale is 1 / sqrt(K) unless given. `cu_seqlens` as in causal_conv1d. No final states.
+    scale is 1 / sqrt(K). `cu_seqlens` as in causal_conv1d. No final states.
     """
     rows, length = q.shape[:2]
     if cu_seqlens is None:
         bounds = [(row * length, (row + 1) * length) for row in range(rows)]
     else:
-        ends = cu_seqlens.tolist()
-        bounds = list(itertools.pairwise(ends))
+        bounds = list(itertools.pairwise(cu_seqlens.tolist()))
     token_CL, known_CL, order = _chunks(bounds, q.device)
-    given = [
-        x.flatten(0, 1) if x.dtype == torch.float64 else x.flatten(0, 1).float()
-        for x in (q, k, v, g, beta)
-    ]
+    given = [_wide(x.flatten(0, 1)) for x in (q, k, v, g, beta)]
     # Positions after the end of a sequence write nothing and forget nothing.
     q_CHLK, k_CHLK, v_CHLV = (x[token_CL].transpose(1, 2) for x in given[:3])
     g_CHL, beta_CHL = ((x[token_CL] * known_CL[..., None]).transpose(1, 2) for x in given[3:])
-    q_CHLK = q_CHLK * (q.shape[-1] ** -0.5 if scale is None else scale)
+    q_CHLK = q_CHLK * q.shape[-1] ** -0.5
     o_CHLV = _through_chunks(q_CHLK, k_CHLK, v_CHLV, g_CHL.cumsum(-1), beta_CHL, order)
     o_CLHV = o_CHLV.transpose(1, 2)
     flat = o_CLHV.new_zeros(rows * length, *o_CLHV.shape[2:])
@@ -137,7 +136,9 @@ def _through_chunks(
     key_CHLK = k_CHLK * (last_CH11 - g_CHL[..., None]).exp()
     kept_CH11 = last_CH11.exp()
 
-    state, found, start = v_CHLV.new_zeros(order[0], *_state_shape(k_CHLK, v_CHLV)), [], 0
+    _, heads, _, key_width = k_CHLK.shape
+    state = v_CHLV.new_zeros(order[0], heads, key_width, v_CHLV.shape[-1])
+    found, start = [], 0
     for count in order:
         here = slice(start, start + count)
         state = state[:count]
@@ -146,7 +147,3 @@ def _through_chunks(
         state = kept_CH11[here] * state + key_CHLK[here].mT @ written
         start += count
     return torch.cat(found)
-
-
-def _state_shape(k_CHLK: Tensor, v_CHLV: Tensor) -> tuple[int, int, int]:
-    return k_CHLK.shape[1], k_CHLK.shape[-1], v_CHLV.shape[-1]

@@ -265,13 +265,8 @@ _LATENT = _BLOCK | {
     "qk_pos_emb_head_dim": "qk_rope_head_dim",
     "v_head_dim": "v_head_dim",
 }
-_DELTA = {
-    name: name
-    for name in (
-        *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-        *("linear_num_key_heads", "linear_num_value_heads"),
-    )
-}
+_DELTA_SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads")
+_DELTA = {f"linear_{name}": f"linear_{name}" for name in (*_DELTA_SIZES, "num_value_heads")}
 _QWEN_WINDOW = frozenset({"sliding_window", "max_window_layers"})  # need use_sliding_window
 
 FAMILIES: dict[str, Family] = {

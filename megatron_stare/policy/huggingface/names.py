@@ -171,9 +171,14 @@ _SHARED = _mlp(
 )
 
 
+def is_delta_net(fields: dict[str, Any], layer: int) -> bool:
+    """Whether a layer has a gated delta net in place of attention."""
+    return "linear_attention_freq" in fields and bool(fields["linear_attention_freq"][layer])
+
+
 def attention_rows(fields: dict[str, Any], layer: int) -> tuple[NameRow, ...]:
     """Rows of the name table for a layer's attention, with these fields of TransformerConfig."""
-    if fields.get("linear_attention_freq", {layer: 0})[layer]:
+    if is_delta_net(fields, layer):
         return _GATED_DELTA
     if not fields.get("multi_latent_attention"):
         return _GATED if fields.get("attention_output_gate") else _GROUPED

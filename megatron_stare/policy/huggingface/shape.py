@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from megatron_stare.policy.huggingface.families import megatron_fields
 from megatron_stare.policy.huggingface.names import attention_rows, sizes_of
 
-_CHUNK = 64  # tokens that the kernels of gated delta nets take at a time
+_CHUNK = 64  # tokens of a chunk in the kernels of gated delta nets, as in cpu_layers/delta_rule.py
 
 
 @dataclass(frozen=True)

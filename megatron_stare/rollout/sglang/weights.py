@@ -41,7 +41,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weig
 _EXPERTS = (".experts.w13_weight", ".experts.w2_weight")
 MARGIN_SECONDS = 60.0  # over the time-out of a request, for it to be noticed
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-_STATES = (".linear_attn.A_log",)
+_DECAY = ".linear_attn.A_log"
 _ROUTER, _ROUTER_BIAS = ".mlp.gate.weight", ".mlp.gate.e_score_correction_bias"
 
 
@@ -102,7 +102,7 @@ def delta_sections(config: Mapping[str, Any]) -> tuple[int, ...]:
 def precise_weights(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Endings of the names of weights that a server of any dtype holds in fp32."""
     glm = str(config.get("model_type")).startswith("glm4_moe")
-    return (_ROUTER_BIAS, _ROUTER, *_STATES) if glm else (_ROUTER_BIAS, *_STATES)
+    return (_ROUTER_BIAS, _ROUTER, _DECAY) if glm else (_ROUTER_BIAS, _DECAY)
 
 
 @dataclass(frozen=True)

@@ -85,10 +85,8 @@ def test_half_precision_is_computed_in_fp32() -> None:
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)
     unit = delta_rule.normalised(given[2])
     assert unit.dtype == torch.bfloat16
-    torch.testing.assert_close(unit.double().norm(dim=-1), torch.ones(1, 100, 3).double(), **LOOSE)
-
-
-LOOSE = {"rtol": 0, "atol": 0.01}
+    ones = torch.ones(1, 100, 3, dtype=torch.float64)
+    torch.testing.assert_close(unit.double().norm(dim=-1), ones, rtol=0, atol=0.01)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)

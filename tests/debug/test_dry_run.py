@@ -79,3 +79,12 @@ def test_a_dry_run_of_the_quickstart_leaves_no_files(
     assert not list(tmp_path.iterdir())
     code = main(["train", "quickstart", f"run.dir={tmp_path}", "--dry-run", "compare.run=[stair]"])
     assert code == 2 and "names arm 'stair'" in capsys.readouterr().err
+
+
+def test_memory_is_planned_before_the_model_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a model whose shape is known by its name; that its files are missing is another line."""
+    command = ["train", "short_cot_7b", "policy.hf_checkpoint=Qwen2.5-7B", "--dry-run"]
+    assert main(command) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("OK   memory: 4 ranks, ") for line in lines)
+    assert any(line.startswith("FAIL") and "Qwen2.5-7B: no config.json" in line for line in lines)

@@ -29,6 +29,11 @@ def with_te() -> None:
         pytest.skip("no TransformerEngine here: run tools/nullcuda/build")
 
 
+def is_linear(name: str) -> bool:
+    """Whether the child ``name`` of an attention or of a gated delta net is a linear layer."""
+    return name.startswith("linear_") or name.endswith("_proj")
+
+
 def saved(hf: PretrainedConfig, chunks: list, target: Path, topology: Topology) -> Path:
     target.mkdir()
     hf.save_pretrained(target)
@@ -57,7 +62,7 @@ def test_a_checkpoint_of_transformer_engines_layers_goes_both_ways(
     hf, policy = build.read_hf_config(str(source)), PolicyConfig()
     chunks = build.build_model(hf, policy, topology)
     attention = chunks[0].decoder.layers[0].self_attention.named_children()
-    linear = [type(part).__name__ for name, part in attention if name.startswith("linear_")]
+    linear = [type(part).__name__ for name, part in attention if is_linear(name)]
     assert linear
     assert all(name.startswith("TE") for name in linear)
     hf_weights.load_hf(chunks, str(source), hf, topology)

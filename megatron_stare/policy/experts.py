@@ -58,6 +58,19 @@ def routing_shape(hf: PretrainedConfig) -> RoutingShape | None:
     return RoutingShape(layers, fields["moe_router_topk"], fields["num_moe_experts"])
 
 
+def release_routes(chunks: Sequence[nn.Module]) -> None:
+    """Drop what Megatron's dispatchers keep of their last micro-batch until the next one: of each
+    layer, with E experts and K of them a token, at least 5 E + 8 K bytes a token, and an autograd
+    graph, which keeps the model alive.
+    """
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    for layer in (m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)):
+        dispatcher = layer.token_dispatcher
+        dispatcher.probs = dispatcher.routing_map = None
+        dispatcher.reversed_local_input_permutation_mapping = None
+
+
 class Routers:
     """The routers of a rank's chunks, in the order of their layers within the chunks."""
 

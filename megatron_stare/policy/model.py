@@ -25,7 +25,7 @@ from megatron_stare.policy.adapters.attach import (
     attach,
     without_adapters,
 )
-from megatron_stare.policy.experts import Routers, routing_shape
+from megatron_stare.policy.experts import Routers, release_routes, routing_shape
 from megatron_stare.policy.head import HeadContext, HeadOutput, loss_head
 from megatron_stare.policy.huggingface import weights as hf_weights
 from megatron_stare.policy.packing import pack
@@ -342,6 +342,7 @@ class PolicyModel:
                 p2p_communicator=self.communicator,
             )
         self.communicator.done()
+        release_routes(self.chunks)
         return found
 
     def _steered(self, batch: TokenBatch, forward_only: bool) -> AbstractContextManager[None]:

@@ -315,7 +315,8 @@ def _leave_groups() -> None:
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    held = vars(ProcessGroupCollection.use_mpu_process_groups()).values()
+    held = list(vars(ProcessGroupCollection.use_mpu_process_groups()).values())
+    held.append(parallel_state.get_tensor_and_data_parallel_group())  # in no collection
     parallel_state.destroy_model_parallel()
     groups = {id(group): group for group in held if isinstance(group, ProcessGroup)}
     for group in groups.values():

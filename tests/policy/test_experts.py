@@ -5,7 +5,9 @@ in float64 with the same choices, under every layout; choices given, recorded, a
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -319,6 +321,22 @@ def test_later_updates_replay_the_experts_of_the_scoring_pass(
         weights[mode] = torch.cat([weight.flatten() for _, weight in actor.weights()])
     assert torch.equal(weights["old_policy"], weights["rollout"])
     assert (weights["none"] - weights["rollout"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_ends_with_its_last_reference(
+    family: str, checkpoints: dict[str, Path], alone: None
+) -> None:
+    """Nothing of a micro-batch stays with Megatron's dispatchers: its graph would hold the model,
+    and with it the threads of its process groups.
+    """
+    actor = an_actor(checkpoints[family])
+    batch = actor.score(actor.pack(made_groups(shape_of(checkpoints[family])), 0))
+    actor.update(batch, SURPRISAL, signals_of(batch))
+    model = weakref.ref(actor.chunks[0])
+    del actor, batch
+    gc.collect()
+    assert model() is None
 
 
 @pytest.mark.parametrize("setting", [REPLAY, BALANCE])

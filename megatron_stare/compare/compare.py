@@ -43,7 +43,7 @@ from megatron_stare.reporting.intervals import mean_runs
 from megatron_stare.reporting.live import training
 from megatron_stare.reporting.logbook import METRICS_NAME, Tail
 from megatron_stare.reporting.report import write_report
-from megatron_stare.reporting.summary import SUMMARY_NAME, summarize_run
+from megatron_stare.reporting.summary import SUMMARY_NAME, summarize_run, target_of
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
 from megatron_stare.system import atomic_write, end_with_parent
 
@@ -263,16 +263,15 @@ def _write_summary(
     """summary.json: `runs` of the seed, or their means over seeds; `seeds` holds each seed's own.
     A failed or solved run counts up to its last step, and a caveat says so.
     """
-    target = config.loss.target_entropy
     by_seed: dict[str, dict[str, dict[str, float | int | None]]] = {str(seed): {} for seed in seeds}
     early: list[str] = []
     for (seed, arm), run in runs.items():
+        target = target_of(run, config.loss.target_entropy)
         found = by_seed[str(seed)][arm] = summarize_run(Path(run.run.dir), target)
         name = label(run)
         if why := failed.get(name) or run_directory.solved(Path(run.run.dir)):
             early.append(f"{name} ended at step {found['steps']}: {why}")
     summary = {
-        "target_entropy": target,
         "seed": seeds[0],
         "runs": by_seed[str(seeds[0])] if len(seeds) == 1 else mean_runs(by_seed),
         "seeds": by_seed,

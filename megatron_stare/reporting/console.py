@@ -132,7 +132,9 @@ MOST_EVALUATED = 3  # columns of evaluation in 80 characters
 def _print_comparison(summary: dict) -> None:
     combined = combine_seeds(summary["seeds"])
     rows = table_rows(run for runs in summary["seeds"].values() for run in runs.values())
-    title = f"target entropy {summary['target_entropy']:g}, seeds {', '.join(summary['seeds'])}"
+    targets = {run["target_entropy"] for runs in summary["seeds"].values() for run in runs.values()}
+    target = ", ".join(f"{each:g}" for each in sorted(targets))
+    title = f"target entropy {target}, seeds {', '.join(summary['seeds'])}"
     console = Console()
     if len(combined) > MOST_COLUMNS:
         console.print(_by_row(combined, _narrow(rows), title))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_stare.config import UserError
+from megatron_stare.config import Config, UserError
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 
 SUMMARY_NAME = "summary.json"  # of a comparison
@@ -36,11 +36,18 @@ PASS_AT_K_GOAL = 0.5
 HARD, EASY = "heldout_hard", "heldout_easy"
 
 
+def target_of(config: Config, otherwise: float) -> float:
+    """The entropy [nats] that STARE steers a run to; of a run without STARE, `otherwise`."""
+    steered = "stare" in (config.loss.name, config.loss.reweight)
+    return config.loss.target_entropy if steered else otherwise
+
+
 def summarize_run(run_directory: Path, target_entropy: float) -> dict[str, float | int | None]:
     """The numbers of one run, from its metrics.jsonl.
 
     entropy_final, train_reward_final and length_final are means over the last tenth of the steps
-    (at least one); entropy_in_band_fraction is the share of the last half within 25% of the target;
+    (at least one); entropy_in_band_fraction is the share of the last half within 25% of
+    target_entropy;
     weight_last_half is the mean of STARE's W over that half, whose distance to loss.w_max is its
     reserve, and gate_open_fraction the share of it with the gate open (None without STARE).
     eval/<set>/pass_at_k, avg_at_k and k of each evaluation set are those of its last evaluation.
@@ -59,6 +66,7 @@ def summarize_run(run_directory: Path, target_entropy: float) -> dict[str, float
     half = steps[len(steps) // 2 :]
     gated = [row for row in half if "weight_w" in row]  # other objectives' rows have a gate of 0
     return {
+        "target_entropy": target_entropy,
         "entropy_initial": entropy[0],
         "entropy_final": _mean(last_tenth(entropy)),
         "entropy_in_band_fraction": _mean([low <= row["entropy"] <= high for row in half]),
@@ -134,7 +142,6 @@ class Claim(NamedTuple):
 def check_comparison(summary: Mapping[str, Any]) -> list[Claim]:
     """The claims of a comparison of `stare` with `grpo_ds`; a claim must hold in every seed."""
     seeds = summary.get("seeds") or {str(summary.get("seed", 0)): summary.get("runs", {})}
-    target = summary["target_entropy"]
     pairs = [
         (seed, runs["grpo_ds"], runs["stare"])
         for seed, runs in seeds.items()
@@ -142,6 +149,7 @@ def check_comparison(summary: Mapping[str, Any]) -> list[Claim]:
     ]
     if not pairs:
         return []
+    target = pairs[0][2]["target_entropy"]
     claims = [
         _claim(
             f"STARE's entropy stays within {BAND:.0%} of the target for at least "

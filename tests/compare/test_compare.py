@@ -127,6 +127,27 @@ def test_an_arm_that_solves_its_task_is_complete(tmp_path: Path) -> None:
     assert f"ended at step {steps}: the task is solved: " in sentence
 
 
+def test_an_arm_is_measured_by_its_own_target(tmp_path: Path) -> None:
+    """One without STARE by that of the comparison, next to which it is shown."""
+    arms = {
+        "stare": ("loss.name=stare", "loss.target_entropy=0.2"),
+        "low": ("loss.name=stare", "loss.target_entropy=0.1"),
+        "plain": ("loss.name=grpo",),
+    }
+    runs = {}
+    for name, settings in arms.items():
+        runs[0, name] = small_config(tmp_path, *settings, f"run.dir={tmp_path / name}")
+        (tmp_path / name).mkdir()
+        rows = [{"step": step, "entropy": 0.1, "reward": 0.5} for step in (1, 2)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _write_summary(runs[0, "stare"], runs, [0], "compare", {})
+    found = json.loads((tmp_path / "stare/summary.json").read_text())["runs"]
+    targets = {name: run["target_entropy"] for name, run in found.items()}
+    assert targets == {"stare": 0.2, "low": 0.1, "plain": 0.2}
+    held = {name: run["entropy_in_band_fraction"] for name, run in found.items()}
+    assert held == {"stare": 0.0, "low": 1.0, "plain": 0.0}
+
+
 def test_a_failed_run_ends_no_other(tmp_path: Path) -> None:
     """Unless it never took a step: then the others would fail as well."""
     own = {"lost": LOST, "sound": (), "stuck": ("scoring.reward=tests.no_such_module.reward",)}

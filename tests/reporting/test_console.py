@@ -19,12 +19,14 @@ def written(directory: Path, arms: list[str]) -> Path:
     keys = [key for key, *_ in table_rows([draws])]
     seeds = {
         seed: {
-            arm: {key: place / 10 + int(seed) / 10 for key in keys} | draws
+            arm: {key: place / 10 + int(seed) / 10 for key in keys}
+            | draws
+            | {"target_entropy": 0.3}
             for place, arm in enumerate(arms)
         }
         for seed in ("0", "1")
     }
-    (directory / "summary.json").write_text(json.dumps({"target_entropy": 0.3, "seeds": seeds}))
+    (directory / "summary.json").write_text(json.dumps({"seeds": seeds}))
     return directory
 
 

@@ -52,7 +52,7 @@ def content_of(directories: Sequence[Path]) -> dict[str, Any]:
     sources = read_sources(directories)
     runs = [run for source in sources for run in source.runs]
     arms = arms_of(runs)
-    targets = {source.target_entropy for source in sources if source.target_entropy}
+    targets = {target for source in sources for target in source.targets}
     tree = {
         "title": _title(sources, arms),
         "lead": _lead(sources, runs),
@@ -117,7 +117,7 @@ def _lead(sources: Sequence[Source], runs: Sequence[Run]) -> str:
         entropy, solved = values.get("entropy_final"), values.get(evaluated)
         clause = f"{arm} ends at {entropy.mean:.2f} nats" if entropy else arm
         clauses.append(clause + (f" ({label} {solved.mean:.0%})" if solved else ""))
-    targets = sorted({source.target_entropy for source in sources if source.target_entropy})
+    targets = sorted({target for source in sources for target in source.targets})
     target = f"Target entropy {', '.join(f'{each:g}' for each in targets)}. " if targets else ""
     seeds = list({run.seed: None for run in runs})
     plural = "s" if len(seeds) > 1 else ""

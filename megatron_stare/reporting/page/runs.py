@@ -1,7 +1,7 @@
 """The runs of a page: directories of runs and comparisons, and what each is called.
 
 A run directory holds config.yaml and metrics.jsonl. A comparison directory holds summary.json
-(`target_entropy`, `runs`, `seeds`, and where known `command` and `caveats`) and one run per arm in
+(`runs`, `seeds`, and where known `command` and `caveats`) and one run per arm in
 seed<N>/<arm>/. One that is still training has the runs and config.yaml, and no summary yet.
 """
 
@@ -26,6 +26,7 @@ from megatron_stare.reporting.summary import (
     arm_label,
     check_comparison,
     summarize_run,
+    target_of,
 )
 
 CONFIG_NAME = "config.yaml"
@@ -68,7 +69,7 @@ class Source:
 
     directory: Path
     runs: list[Run]
-    target_entropy: float | None
+    targets: tuple[float, ...]  # entropies that runs were steered to
     command: str | None
     claims: Sequence[Claim] = ()
     caveats: Sequence[str] = ()
@@ -110,11 +111,10 @@ def _read_source(directory: Path) -> Source:
 
 def _read_run(directory: Path) -> Source:
     config = configuration.load(directory / CONFIG_NAME)
-    target = config.loss.target_entropy
+    target = target_of(config, 0.0)
     run = _run(directory, config.loss.name, str(config.run.seed), target)
-    steered = "stare" in (config.loss.name, config.loss.reweight)
     command = f"python -m megatron_stare train {directory / 'config.yaml'}"
-    return Source(directory, [run], target if steered else None, command)
+    return Source(directory, [run], (target,) if target else (), command)
 
 
 def _run(directory: Path, arm: str, seed: str, target: float) -> Run:
@@ -125,13 +125,17 @@ def _run(directory: Path, arm: str, seed: str, target: float) -> Run:
 
 
 def _read_unfinished(directory: Path, begun: Sequence[Path]) -> Source:
-    target = configuration.load(directory / CONFIG_NAME).loss.target_entropy
-    runs = [
-        _run(path.parent, path.parent.name, path.parent.parent.name.removeprefix("seed"), target)
-        for path in begun
-    ]
+    shared = configuration.load(directory / CONFIG_NAME).loss.target_entropy
+    runs = []
+    for arm in (path.parent for path in begun):
+        target = target_of(configuration.load(arm / CONFIG_NAME), shared)
+        runs.append(_run(arm, arm.name, arm.parent.name.removeprefix("seed"), target))
     caveats = ["The comparison is still training, or was interrupted: nothing is checked yet."]
-    return Source(directory, runs, target, None, caveats=caveats)
+    return Source(directory, runs, _targets(runs), None, caveats=caveats)
+
+
+def _targets(runs: Sequence[Run]) -> tuple[float, ...]:
+    return tuple(sorted({run.summary["target_entropy"] for run in runs if run.summary}))
 
 
 def _read_comparison(directory: Path) -> Source:
@@ -139,7 +143,6 @@ def _read_comparison(directory: Path) -> Source:
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
         seeds = summary.get("seeds") or {str(summary["seed"]): summary["runs"]}
-        target = float(summary["target_entropy"])
         runs = [
             Run(
                 arm_label(arm),
@@ -151,14 +154,15 @@ def _read_comparison(directory: Path) -> Source:
             for seed, arms in seeds.items()
             for arm, numbers in arms.items()
         ]
+        targets = _targets(runs)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
-            f"{path}: {error!r}; it must hold target_entropy, and seeds or seed and runs"
+            f"{path}: {error!r}; it must hold seeds, or seed and runs, each with its target_entropy"
         ) from None
     return Source(
         directory,
         runs,
-        target,
+        targets,
         summary.get("command"),
         check_comparison(summary),
         summary.get("caveats", ()),

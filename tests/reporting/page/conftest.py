@@ -55,7 +55,8 @@ def reports(tmp_path_factory):
         for arm in ("grpo_ds", "stare"):
             write_run(base / "all" / f"seed{seed}" / arm, 60, loss=arm, seed=int(seed))
             arms[arm] = {"entropy_final": 0.3 + int(seed) / 10, "steps": 60}
-    summary = {"target_entropy": 0.3, "seeds": seeds, "caveats": [HOSTILE[0]]}
+            arms[arm] |= {"target_entropy": 0.3}
+    summary = {"seeds": seeds, "caveats": [HOSTILE[0]]}
     (base / "all" / "summary.json").write_text(json.dumps(summary))
     pages = {name: write_report([run]) for name, run in (runs | {"all": base / "all"}).items()}
     return pages | {"two": write_report([runs["many"], runs["plain"]], base / "two.html")}

@@ -28,7 +28,7 @@ def comparison(tmp_path_factory):
         for arm in ("grpo_ds", "stare"):
             run = write_run(directory / f"seed{seed}" / arm, 40, loss=arm, seed=int(seed))
             arms[arm] = summarize_run(run, 0.3)
-    summary = {"target_entropy": 0.3, "runs": mean_runs(seeds), "seeds": seeds}
+    summary = {"runs": mean_runs(seeds), "seeds": seeds}
     summary |= {"command": "make demo", "caveats": ["a toy"]}
     (directory / "summary.json").write_text(json.dumps(summary))
     return directory

@@ -21,6 +21,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -93,6 +94,12 @@ DELTA = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     "pad_token_id": None,
 }
+DELTA_SPARSE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
 END = "<|end|>"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -126,6 +133,7 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
         "qwen3_moe": (Qwen3MoeConfig, SPARSE),
         "qwen3_moe_stepped": (Qwen3MoeConfig, SPARSE | STEPPED),
         "qwen3_5_text": (Qwen3_5TextConfig, DELTA),
+        "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, DELTA | DELTA_SPARSE),
         "glm4_moe": (Glm4MoeConfig, GLM),
         "dots1": (Dots1Config, SIGMOID | {"n_group": 1, "n_shared_experts": 2}),
         "deepseek_v3": (DeepseekV3Config, LATENT | {"rope_parameters": YARN}),

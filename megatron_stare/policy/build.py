@@ -397,6 +397,12 @@ def _check_experts(hf: PretrainedConfig, policy: PolicyConfig) -> None:
             f"policy.expert_tensor_parallel_size={split} (0: tensor_model_parallel_size) does not "
             f"divide moe_intermediate_size={hf.moe_intermediate_size}; choose a divisor"
         )
+    shared = fields.get("moe_shared_expert_intermediate_size") or 0
+    if shared % policy.tensor_model_parallel_size:
+        raise UserError(
+            f"policy.tensor_model_parallel_size={policy.tensor_model_parallel_size} does not "
+            f"divide the width {shared} of the shared experts; choose a divisor"
+        )
     if not 1 <= top_k <= experts:
         raise UserError(
             f"config.json: num_experts_per_tok={top_k} does not lie in [1, {total}]; correct it"

@@ -27,6 +27,7 @@ from megatron_stare.policy.conversion import megatron_files, merging
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.huggingface.checkpoint import (
     Checkpoint,
+    FileNames,
     check_agreement,
     with_other_parts,
 )
@@ -103,11 +104,12 @@ def megatron_to_hf(
         for entry in table
         for name, shape in zip(entry.hf, entry.shapes, strict=True)
     }
-    shapes = _of_files(shapes, others)
+    layout = hf_files.layout_of(source)
+    parts = _file_names(layout, others).parts(shapes)
+    shapes = _of_files(shapes, parts, others)
     sizes = {
         name: torch.Size(shape).numel() * kind.itemsize for name, (shape, kind) in shapes.items()
     }
-    layout = hf_files.layout_of(source)
     if layout is None or {name for file in layout.files for name in file.tensors} != set(shapes):
         layout = hf_files.default_layout(sizes)
     with _working_directory(source, target, {"to": "hf", "dtype": dtype}) as working:
@@ -115,7 +117,7 @@ def megatron_to_hf(
         for file in layout.files:
             if file.name not in finished:
                 infos = hf_files.describe(shapes, file.tensors)
-                tensors = _hf_tensors(file.tensors, table, reader, hf, wanted, others)
+                tensors = _hf_tensors(file.tensors, parts, table, reader, hf, wanted, others)
                 finished[file.name] = hf_files.write_file(
                     working / file.name, tensors, infos, file.metadata
                 )
@@ -141,14 +143,30 @@ def megatron_to_peft(source: Path, target: Path, topology: Topology, dtype: str 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def _of_files(shapes: Shapes, others: Checkpoint | None) -> Shapes:
-    """The tensors of an export by the names in its files: the model's, and those of other parts."""
-    if others is None:
-        return shapes
-    carried = {
-        name: (info.shape, hf_files.DTYPES[info.code]) for name, info in others.carried.items()
-    }
-    return {others.name_of(name): value for name, value in shapes.items()} | carried
+def _file_names(layout: hf_files.DirectoryLayout | None, others: Checkpoint | None) -> FileNames:
+    """How the files of an export name the model's tensors: as those that it came from."""
+    if others is not None:
+        return others.names
+    return (
+        FileNames.of(name for file in layout.files for name in file.tensors)
+        if layout
+        else FileNames()
+    )
+
+
+def _of_files(shapes: Shapes, parts: dict[str, list[str]], others: Checkpoint | None) -> Shapes:
+    """The tensors of an export by the names in its files: those of which `parts` are the model's
+    tensors, and those of other parts of a vision-language model.
+    """
+    found: Shapes = {}
+    for stored, names in parts.items():
+        shape, dtype = shapes[names[0]]
+        if len(names) > 1:  # of all experts
+            experts = len({name.rpartition(".experts.")[2].partition(".")[0] for name in names})
+            shape = (experts, len(names) // experts * shape[0], shape[1])
+        found[stored] = (shape, dtype)
+    carried = others.carried.values() if others else ()
+    return found | {info.name: (info.shape, hf_files.DTYPES[info.code]) for info in carried}
 
 
 def _reader(
@@ -207,37 +225,41 @@ def _parameters(
 
 
 def _hf_tensors(
-    names: tuple[str, ...],
+    stored: tuple[str, ...],
+    parts: dict[str, list[str]],
     table: list[ParameterMapping],
     reader: megatron_files.CheckpointReader | merging.MergedReader,
     hf: PretrainedConfig,
     dtype: torch.dtype | None,
     others: Checkpoint | None = None,
 ) -> Iterator[Tensor]:
-    """The named tensors of a file in order. Those of one parameter that come later are held till
-    then: less than a layer.
+    """The tensors of a file in order. Those of one parameter that come later are held till then:
+    less than a layer.
     """
     entry_of = {name: entry for entry in table for name in entry.hf}
-    ours = {others.name_of(name) if others else name: name for name in entry_of}
-    left = {ours[name] for name in names if name in ours}
+    left = {name for one in stored for name in parts.get(one, ())}
     held: dict[str, Tensor] = {}
-    for stored in names:
-        if others and stored in others.carried:
-            yield others.read_carried(stored)
-            continue
-        name = ours[stored]
+
+    def tensor_of(name: str) -> Tensor:
+        entry = entry_of[name]
         if name not in held:
-            entry = entry_of[name]
             whole = from_shards(entry, [reader.read(entry.megatron)], hf)
-            held |= {
-                other: tensor
-                for other, tensor in zip(entry.hf, whole, strict=True)
-                if other in left
-            }
-            del whole
+            every = zip(entry.hf, whole, strict=True)
+            held.update({other: tensor for other, tensor in every if other in left})
         left.discard(name)
         tensor = held.pop(name)
-        yield tensor.to(_dtype(entry_of[name], dtype) or tensor.dtype)
+        return tensor.to(_dtype(entry, dtype) or tensor.dtype)
+
+    for one in stored:
+        if others and one in others.carried:
+            yield others.read_carried(one)
+        else:
+            yield _whole([tensor_of(name) for name in parts[one]])
+
+
+def _whole(parts: list[Tensor]) -> Tensor:
+    """The bytes of all parts in order; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _dtype(entry: ParameterMapping, wanted: torch.dtype | None) -> torch.dtype | None:
@@ -323,7 +345,8 @@ def export_hf(model: PolicyModel, source: Path, directory: Path) -> None:
     """Weights in one safetensors file, with the config and tokenizer files of `source`. Collective.
 
     The directory appears whole: it is written under a temporary name and renamed. Tensors are
-    written as they come: rank 0 holds one at a time, the other ranks none but their shards.
+    written as they come: rank 0 holds one of the files at a time, where that has all experts of a
+    layer both of the layer's, and the other ranks none but their shards.
     """
     stream = iter(dataclasses.replace(model.weights(), onto_first=True))
     try:
@@ -344,12 +367,25 @@ def _write_hf(
         for name, shape in zip(entry.hf, entry.shapes, strict=True)
     }
     others = with_other_parts(source)
-    shapes = _of_files(shapes, others)
+    parts = _file_names(hf_files.layout_of(source), others).parts(shapes)
+    shapes = _of_files(shapes, parts, others)
     infos = hf_files.describe(shapes, tuple(shapes))
     carried = map(others.read_carried, others.carried) if others else ()
-    tensors = itertools.chain((tensor.cpu() for _, tensor in stream), carried)
+    tensors = itertools.chain(_joined(stream, parts), carried)
     with atomic_directory(directory) as temporary:
         hf_files.write_file(temporary / hf_files.SINGLE, tensors, infos, {"format": "pt"})
         hf_files.copy_config(source, temporary)
         hf_files.copy_companions(source, temporary)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _joined(stream: Iterator[tuple[str, Tensor]], parts: dict[str, list[str]]) -> Iterator[Tensor]:
+    """The tensors of the files, from those of the model in the order of its name table."""
+    stored_of = {name: stored for stored, names in parts.items() for name in names}
+    held: dict[str, list[Tensor]] = {}
+    for name, tensor in stream:
+        stored = stored_of[name]
+        found = held.setdefault(stored, [])
+        found.append(tensor.cpu())
+        if len(found) == len(parts[stored]):
+            yield _whole(held.pop(stored))

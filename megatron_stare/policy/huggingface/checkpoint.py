@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,26 +31,72 @@ from megatron_stare.policy.huggingface.names import Rows, name_table
 _TEXT_PART, _MODEL = "model.language_model.", "model."
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"^model\.layers\.\d+\.mlp\.experts\.(\d+)\.")
-
-
+# All experts of a layer in two tensors, [E, 2M, H] and [E, H, M]: as Qwen3.5 is published, and as
+# transformers holds them in memory.
+_ALL_EXPERTS = re.compile(
+    r"^(model\.(?:language_model\.)?layers\..*\.experts)\.(gate_up|down)_proj$"
+)
+_ONE_EXPERT = re.compile(r"^(model\.layers\.\d+\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight$")
+_MATRICES = {"gate_up": ("gate", "up"), "down": ("down",)}  # of one expert, one after another
 # Buffers that old checkpoints carry and no model needs.
 _DERIVED = ("rotary_emb.inv_freq",)
 _COMPARED_ROWS = 4096
 _BLOCKS, _SCALE = "F8_E4M3", "_scale_inv"  # codes of block_fp8.py, and what follows their name
-# How transformers names the experts in memory, never in a file that it saved.
-_FUSED_EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+
+
+@dataclass(frozen=True)
+class FileNames:
+    """The names of the model's tensors in the files of a checkpoint. `text_part`: they are those of
+    a vision-language model; `all_experts`: the experts of a layer are in two tensors.
+    """
+
+    text_part: bool = False
+    all_experts: bool = False
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> FileNames:
+        """The convention of files with these names."""
+        known = list(names)
+        return cls(
+            any(name.startswith(_TEXT_PART) for name in known),
+            any(_ALL_EXPERTS.match(name) for name in known),
+        )
+
+    def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """{name in the files: the model's tensors of which it consists, in the order of the bytes}.
+        `names`: those of the model's tensors, in the order of its name table.
+        """
+        found: dict[str, list[str]] = {}
+        for name in names:
+            stored = self._in_files(name)
+            if self.all_experts and (expert := _ONE_EXPERT.match(name)):
+                matrix = next(each for each, own in _MATRICES.items() if expert[2] in own)
+                stored = self._in_files(f"{expert[1]}.{matrix}_proj")
+            found.setdefault(stored, []).append(name)
+        return found
+
+    def _in_files(self, name: str) -> str:
+        return name.replace(_MODEL, _TEXT_PART, 1) if self.text_part else name
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a safetensors file. An index or slice of it reads what it names and no more.
-    UserError: the file is damaged.
+    """A tensor of a safetensors file, or some rows of one expert's matrix in the tensor of all
+    experts of a layer. An index or slice of it reads what it names and no more. UserError: the file
+    is damaged.
     """
 
     file: Path
     name: str
+    expert: int = -1
+    rows: range = range(0)  # of the expert's matrix
 
     def __getitem__(self, index: Any, /) -> Tensor:
+        if self.expert >= 0:
+            first, *rest = index if isinstance(index, tuple) else (index,)
+            top, bottom, _ = first.indices(len(self.rows))
+            rows = slice(self.rows.start + top, self.rows.start + bottom)
+            index = (self.expert, rows, *rest)
         try:
             with safe_open(self.file, framework="pt") as content:
                 return content.get_slice(self.name)[index]
@@ -85,38 +132,60 @@ class Checkpoint:
     """The safetensors of an HF directory, read tensor by tensor. UserError:
     no files, or a file that is damaged.
 
-    Of a vision-language model, `files` and `infos` have the text part, by the names that it has
-    alone; `carried` has all other tensors, by their own names.
+    Of a vision-language model, `infos` has the text part, by the names that it has
+    alone; `carried` has all other tensors, by their own names. A tensor of all experts of a layer
+    appears as those of single experts. `names`: the convention of the files.
     """
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        self.files: dict[str, Path] = {}
         self.infos: dict[str, TensorInfo] = {}
+        self._stored: dict[str, Stored] = {}
         for file in weight_files(Path(directory)):
-            infos, _ = read_header(file)
-            self.files |= dict.fromkeys((info.name for info in infos), file)
-            self.infos |= {info.name: info for info in infos}
+            for info in read_header(file)[0]:
+                self.infos[info.name], self._stored[info.name] = info, Stored(file, info.name)
         self.carried: dict[str, TensorInfo] = {}
-        self.has_text_part = any(name.startswith(_TEXT_PART) for name in self.files)
-        if self.has_text_part:
+        self.names = FileNames.of(self.infos)
+        if self.names.text_part:
             self._set_others_aside()
+        for name in [name for name in self.infos if _ALL_EXPERTS.match(name)]:
+            self._take_apart(name)
 
     def _set_others_aside(self) -> None:
         for name in list(self.infos):
             if name.startswith(_TEXT_PART):
                 ours = name.replace(_TEXT_PART, _MODEL)
-                self.infos[ours], self.files[ours] = self.infos.pop(name), self.files.pop(name)
+                self.infos[ours], self._stored[ours] = self.infos.pop(name), self._stored.pop(name)
             elif name != "lm_head.weight":
                 self.carried[name] = self.infos.pop(name)
 
+    def _take_apart(self, name: str) -> None:
+        """Replace the tensor of all experts by those of each."""
+        experts, matrix = _ALL_EXPERTS.match(name).groups()  # type: ignore[union-attr]
+        matrices, info = _MATRICES[matrix], self.infos[name]
+        if len(info.shape) != 3 or info.shape[1] % len(matrices):
+            return  # it has no place in the model
+        stored = self._stored.pop(name)
+        del self.infos[name]
+        count, height, width = info.shape
+        height //= len(matrices)
+        size, begin = (info.end - info.begin) // (count * len(matrices)), info.begin
+        for number in range(count * len(matrices)):
+            expert, place = divmod(number, len(matrices))
+            own = f"{experts}.{expert}.{matrices[place]}_proj.weight"
+            if own in self.infos:
+                raise UserError(
+                    f"{stored.file}: {name} holds {own}, which {self._stored[own].file} has too; "
+                    "remove one of them"
+                )
+            rows = range(place * height, (place + 1) * height)
+            self._stored[own] = Stored(stored.file, stored.name, expert, rows)
+            self.infos[own] = TensorInfo(own, info.code, (height, width), begin, begin + size)
+            begin += size
+
     def read_carried(self, name: str) -> Tensor:
         """A tensor of another part than the text."""
-        return Stored(self.files[name], name)[:]
-
-    def name_of(self, name: str) -> str:
-        """The name that a tensor of the model has in the files."""
-        return name.replace(_MODEL, _TEXT_PART, 1) if self.has_text_part else name
+        return self._stored[name][:]
 
     def bytes_of(self, names: tuple[str, ...]) -> int:
         """The number of bytes that the named tensors take in the files."""
@@ -131,11 +200,10 @@ class Checkpoint:
     def stored(self, name: str, shape: tuple[int, ...]) -> Rows:
         """The tensor `name` where it lies, to read slices of. UserError as in `read`."""
         self.check(name, shape)
-        plain = Stored(self.files[name], self.name_of(name))
+        plain = self._stored[name]
         if self.infos[name].code != _BLOCKS:
             return plain
-        scale = f"{name}{_SCALE}"
-        return StoredBlocks(plain, Stored(self.files[scale], self.name_of(scale)), shape)
+        return StoredBlocks(plain, self._stored[f"{name}{_SCALE}"], shape)
 
     @property
     def scales(self) -> set[str]:
@@ -146,17 +214,17 @@ class Checkpoint:
         """UserError as in `read`, and for a dtype that is not a plain floating-point one, nor E4M3
         with scales of its blocks.
         """
-        if name not in self.files and name.endswith(_SCALE):
+        if name not in self.infos and name.endswith(_SCALE):
             raise UserError(
                 f"{self.directory}: tensor {name} is missing, the scales of a matrix in F8_E4M3; "
                 "take a whole FP8 block checkpoint, or take the unquantised weights"
             )
-        if name not in self.files:
+        if name not in self.infos:
             raise UserError(
                 f"{self.directory}: tensor {name} is missing; config.json and weights do not "
                 "belong together"
             )
-        info, file = self.infos[name], self.files[name]
+        info, file = self.infos[name], self._stored[name].file
         if info.shape != shape:
             raise UserError(
                 f"{file}: {name} has shape {info.shape} but config.json implies {shape}; "
@@ -173,23 +241,17 @@ class Checkpoint:
     def further(self, hf: PretrainedConfig) -> list[str]:
         """Tensors of the layers that predict further tokens, which are not trained."""
         layers = _further_layers(hf)
-        matches = ((name, _LAYER.match(name)) for name in sorted(self.files))
+        matches = ((name, _LAYER.match(name)) for name in sorted(self._stored))
         return [name for name, layer in matches if layer and int(layer[1]) in layers]
 
     def check_all_used(self, names: set[str], tied: bool) -> None:
         """UserError for any tensor that the model has no place for."""
         for name in sorted(self.infos.keys() - names):
-            if name.endswith(_FUSED_EXPERTS):
-                raise UserError(
-                    f"{self.files[name]}: {name} holds all experts of a layer in one tensor; save "
-                    "the checkpoint with one tensor per expert (mlp.experts.0.gate_proj.weight "
-                    "...), as transformers' save_pretrained does"
-                )
             if not (name.endswith(_DERIVED) or (tied and name == "lm_head.weight")):
                 raise UserError(
-                    f"{self.files[name]}: tensor {name} has no place in the model that config.json "
-                    "describes; correct config.json (tie_word_embeddings, num_hidden_layers, "
-                    "model_type)"
+                    f"{self._stored[name].file}: tensor {name} has no place in the model that "
+                    "config.json describes; correct config.json (tie_word_embeddings, "
+                    "num_hidden_layers, model_type)"
                 )
 
 
@@ -203,7 +265,7 @@ def with_other_parts(source: Path, base: Path | None = None) -> Checkpoint | Non
         return None
     directory = base or source
     found = Checkpoint(str(directory)) if any(directory.glob("*.safetensors")) else None
-    if found is None or not found.has_text_part:
+    if found is None or not found.names.text_part:
         raise UserError(
             f"{directory} has only the text part of a {content['model_type']} model; give the "
             "published Hugging Face directory (convert: --base)"

@@ -190,16 +190,21 @@ def _after_first(hf: PretrainedConfig) -> list[bool]:
     return [layer >= hf.first_k_dense_replace for layer in range(hf.num_hidden_layers)]
 
 
+def _everywhere(hf: PretrainedConfig) -> list[bool]:
+    return [True] * hf.num_hidden_layers
+
+
 def _listed(hf: PretrainedConfig) -> list[bool]:
     return [kind == "sparse" for kind in hf.mlp_layer_types]
 
 
 def _softmax_weights(hf: PretrainedConfig) -> dict[str, Any]:
-    """The weights of the chosen experts are softmax(logits)[chosen], or softmax(logits[chosen]).
-    The logits have the model's dtype, as in transformers.
+    """The weights of the chosen experts are softmax(logits)[chosen], or softmax(logits[chosen]),
+    as Qwen3.5 always has them. The logits have the model's dtype, as in transformers.
     """
-    _check_several(hf)
-    return {"moe_router_pre_softmax": not hf.norm_topk_prob}
+    normalised = getattr(hf, "norm_topk_prob", True)
+    _check_several(hf, normalised)
+    return {"moe_router_pre_softmax": not normalised}
 
 
 def _sigmoid_weights(hf: PretrainedConfig) -> dict[str, Any]:
@@ -207,7 +212,7 @@ def _sigmoid_weights(hf: PretrainedConfig) -> dict[str, Any]:
     the weights scale s / sum s (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). The bias stays as
     it was loaded. Of several groups only the best count, by the sum of their two best experts.
     """
-    _check_several(hf)
+    _check_several(hf, hf.norm_topk_prob)
     groups, best, top_k = hf.n_group or 1, hf.topk_group or 1, hf.num_experts_per_tok
     if not hf.norm_topk_prob:
         raise UserError(
@@ -233,11 +238,11 @@ def _sigmoid_weights(hf: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def _check_several(hf: PretrainedConfig) -> None:
-    if hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
+def _check_several(hf: PretrainedConfig, normalised: bool) -> None:
+    if hf.num_experts_per_tok == 1 and normalised:
         raise UserError(
-            "config.json: num_experts_per_tok=1 with norm_topk_prob=true is not supported by "
-            "Megatron-Core"
+            "config.json: num_experts_per_tok=1 with normalised weights (norm_topk_prob=true) is "
+            "not supported by Megatron-Core"
         )
 
 
@@ -267,6 +272,12 @@ _LATENT = _BLOCK | {
 }
 _DELTA_SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads")
 _DELTA = {f"linear_{name}": f"linear_{name}" for name in (*_DELTA_SIZES, "num_value_heads")}
+_WITH_DELTA_NETS = {
+    "qk_layernorm": True,
+    "attention_output_gate": True,
+    "layernorm_zero_centered_gamma": True,
+}
+_BETWEEN_DELTA_NETS = _GROUPED | {"rope_parameters": _partial_rope, "layer_types": _delta_layers}
 _QWEN_WINDOW = frozenset({"sliding_window", "max_window_layers"})  # need use_sliding_window
 
 FAMILIES: dict[str, Family] = {
@@ -296,13 +307,24 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family(
         models=("Qwen3.5 (dense), the text part",),
         fields=_DENSE | _DELTA,
-        always={
-            "qk_layernorm": True,
-            "attention_output_gate": True,
-            "layernorm_zero_centered_gamma": True,
-        },
-        computed=_GROUPED | {"rope_parameters": _partial_rope, "layer_types": _delta_layers},
+        always=_WITH_DELTA_NETS,
+        computed=_BETWEEN_DELTA_NETS,
         needs={"attn_output_gate": True},
+    ),
+    "qwen3_5_moe_text": Family(
+        models=("Qwen3.5 (MoE), Qwen3.6-35B-A3B, the text part",),
+        fields=_DENSE
+        | _DELTA
+        | _ROUTED
+        | {
+            "ffn_hidden_size": "moe_intermediate_size",  # no layer has a dense MLP
+            "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
+        },
+        always=_WITH_DELTA_NETS | {"moe_shared_expert_gate": True},
+        computed=_BETWEEN_DELTA_NETS | {"num_experts_per_tok": _softmax_weights},
+        routed=("", _everywhere),
+        needs={"attn_output_gate": True, "output_router_logits": False, "mlp_only_layers": []},
+        ignored=frozenset({"router_aux_loss_coef"}),
     ),
     "llama": Family(
         models=("Llama 2, 3, 3.1, 3.2, 3.3", "DeepSeek-R1-Distill-Llama", "SmolLM, SmolLM2"),
@@ -368,7 +390,7 @@ FAMILIES: dict[str, Family] = {
 
 
 # Vision-language models, of which the text part is trained.
-VISION_LANGUAGE = frozenset({"qwen3_5"})
+VISION_LANGUAGE = frozenset({"qwen3_5", "qwen3_5_moe"})
 
 
 def text_config(hf: PretrainedConfig) -> PretrainedConfig:

@@ -166,9 +166,13 @@ def _mlp(ours: str, theirs: str, width: str, when: str = "") -> tuple[NameRow, .
     )
 
 
-_SHARED = _mlp(
-    "mlp.shared_experts", "mlp.shared_experts", "S", "moe_shared_expert_intermediate_size"
-)
+def _shared_rows(fields: dict[str, Any]) -> tuple[NameRow, ...]:
+    """Rows of the experts that every token meets; where they have a gate, HF calls them one."""
+    ours = "mlp.shared_experts"
+    if not fields.get("moe_shared_expert_gate"):
+        return _mlp(ours, "mlp.shared_experts", "S", "moe_shared_expert_intermediate_size")
+    gate = NameRow(f"{ours}.gate_weight", "mlp.shared_expert_gate.weight", "replicated", "1H")
+    return (*_mlp(ours, "mlp.shared_expert", "S"), gate)
 
 
 def is_delta_net(fields: dict[str, Any], layer: int) -> bool:
@@ -211,7 +215,7 @@ def name_table(hf: PretrainedConfig) -> list[ParameterMapping]:
         if not is_sparse:
             table += entries(_mlp("mlp", "mlp", "F"), *places)
             continue
-        table += entries(_ROUTER + _SHARED, *places)
+        table += entries(_ROUTER + _shared_rows(fields), *places)
         for expert in range(sizes["E"]):
             names = (f"mlp.experts.local_experts.{expert}", f"mlp.experts.{expert}")
             table += entries(_mlp(*names, "M"), *places, expert)

@@ -94,7 +94,7 @@ def shape_of(hf: PretrainedConfig) -> Shape:
         head_width=width,
         heads=hf.num_attention_heads,
         key_heads=hf.num_key_value_heads,
-        intermediate=hf.intermediate_size,
+        intermediate=fields["ffn_hidden_size"],
         vocabulary=hf.vocab_size,
         layers=hf.num_hidden_layers,
         sparse_layers=sum(fields.get("moe_layer_freq", [])),

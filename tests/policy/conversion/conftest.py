@@ -22,6 +22,7 @@ FAMILIES = (
     "smollm3",
     "seed_oss",
     "qwen3_5_text",
+    "qwen3_5_moe_text",
     "dots1",
     "glm4_moe",
     "qwen3_moe",

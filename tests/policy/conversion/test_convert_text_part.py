@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3_5Config
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+)
 
 from megatron_stare.__main__ import main
 from megatron_stare.config import PolicyConfig, UserError
@@ -34,11 +41,16 @@ VISION = {
 }
 
 
-def vision_language(directory: Path, dtype: torch.dtype = torch.bfloat16, **text: object) -> Path:
+CLASSES = {"qwen3_5": Qwen3_5Config, "qwen3_5_moe": Qwen3_5MoeConfig}
+
+
+def vision_language(
+    directory: Path, kind: str = "qwen3_5", dtype: torch.dtype = torch.bfloat16, **text: object
+) -> Path:
     """A checkpoint with a text part, a vision part and one that predicts further tokens."""
-    part = tiny_config("qwen3_5_text", vocab_size=257, **text).to_dict()
+    part = tiny_config(f"{kind}_text", vocab_size=257, **text).to_dict()
     part["full_attention_interval"] = 4  # what SGLang reads in place of layer_types
-    config = Qwen3_5Config(text_config=part, vision_config=VISION)
+    config = CLASSES[kind](text_config=part, vision_config=VISION)
     torch.manual_seed(5)
     model = AutoModelForImageTextToText.from_config(config, dtype=dtype)
     with torch.no_grad():
@@ -48,14 +60,34 @@ def vision_language(directory: Path, dtype: torch.dtype = torch.bfloat16, **text
     model.save_pretrained(directory)
     file = directory / "model.safetensors"
     further = {"mtp.fc.weight": torch.randn(4, 8).bfloat16()}
-    save_file(load_file(file) | further, file, metadata={"format": "pt"})
+    save_file(as_published(load_file(file)) | further, file, metadata={"format": "pt"})
     byte_tokenizer().save_pretrained(directory)
     return directory
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vision_language(tmp_path_factory.mktemp("vision_language") / "model")
+def as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with all experts of a layer in two of them, as the model has them in memory."""
+    found: dict[str, Tensor] = {}
+    experts: dict[str, list[Tensor]] = {}
+    by_number = sorted(tensors, key=lambda name: [int(each) for each in re.findall(r"\d+", name)])
+    for name in by_number:
+        before, marker, after = name.partition(".experts.")
+        if marker:
+            matrix = after.split(".")[1]
+            experts.setdefault(f"{before}{marker}{matrix}", []).append(tensors[name])
+        else:
+            found[name] = tensors[name]
+    stacked = {name: torch.stack(each) for name, each in experts.items()}
+    for name, down in stacked.items():
+        if name.endswith("down_proj"):
+            gate, up = (stacked[name.replace("down", each)] for each in ("gate", "up"))
+            found |= {name: down, name.replace("down", "gate_up"): torch.cat([gate, up], 1)}
+    return found
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_language(tmp_path_factory.mktemp("vision_language") / "model", request.param)
 
 
 def test_a_round_trip_gives_every_file_back(source: Path, tmp_path: Path) -> None:
@@ -65,6 +97,9 @@ def test_a_round_trip_gives_every_file_back(source: Path, tmp_path: Path) -> Non
         "language_model",
         "visual",
     }
+    experts = {name.rpartition(".")[2] for name in stored if ".experts." in name}
+    kind = json.loads((source / "config.json").read_text())["model_type"]
+    assert experts == ({"gate_up_proj", "down_proj"} if kind == "qwen3_5_moe" else set())
     megatron, back = tmp_path / "megatron", tmp_path / "hf"
     assert main(["convert", "hf-to-megatron", str(source), str(megatron), "--verify"]) == 0
     command = ["convert", "megatron-to-hf", str(megatron), str(back), "--base", str(source)]
@@ -77,7 +112,7 @@ def test_a_conversion_back_asks_for_the_other_parts(
 ) -> None:
     assert main(["convert", "hf-to-megatron", str(source), str(tmp_path / "megatron")]) == 0
     command = ["convert", "megatron-to-hf", str(tmp_path / "megatron"), str(tmp_path / "hf")]
-    refused(capsys, command, "only the text part of a qwen3_5 model", "--base")
+    refused(capsys, command, "only the text part of a qwen3_5", " model; ", "--base")
     assert not (tmp_path / "hf").exists()
 
 
@@ -101,7 +136,7 @@ def test_an_export_of_the_trained_model_is_whole(
 
 def test_the_text_part_is_that_of_transformers(source: Path, tmp_path: Path) -> None:
     hf = build.read_hf_config(str(source))
-    assert hf.model_type == "qwen3_5_text" and not hf.tie_word_embeddings
+    assert hf.model_type.startswith("qwen3_5_") and not hf.tie_word_embeddings
     theirs = AutoModelForCausalLM.from_pretrained(source)
     assert megatron_fields(theirs.config) == megatron_fields(hf)
     assert stop_ids(str(source), byte_tokenizer()) == {0}

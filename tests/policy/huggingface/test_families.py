@@ -114,6 +114,9 @@ def test_a_config_json_in_the_form_of_transformers_4_is_the_same(name: str, tmp_
         ("Qwen3.5-0.8B", {"layer_types": ["linear_attention", "sliding_attention"] * 12}),
         ("Qwen3.5-0.8B", {"attn_output_gate": False}),
         ("Qwen3.5-0.8B", {"attention_bias": True}),
+        ("Qwen3.5-35B-A3B", {"mlp_only_layers": [0]}),
+        ("Qwen3.5-35B-A3B", {"output_router_logits": True}),
+        ("Qwen3.5-35B-A3B", {"num_experts_per_tok": 1}),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )

@@ -94,6 +94,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_text",
         {"layer_types": ["full_attention", "linear_attention"] * 2},
     ),
+    "delta nets, experts": ("qwen3_5_moe_text", {}),
     "seed, no bias": ("seed_oss", {"attention_bias": False}),
     "llama, wide heads": ("llama", {"head_dim": 16}),
     "qwen2, wide heads": ("qwen2", {"head_dim": 12}),

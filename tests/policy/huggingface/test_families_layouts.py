@@ -75,7 +75,10 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     },
 }
 # Ranks share two cores: these models run under every layout, the others under some.
-EVERYWHERE = ("deepseek, every part", "glm, every part", "glm flash", "delta nets")
+EVERYWHERE = (
+    *("deepseek, every part", "glm, every part", "glm flash"),
+    *("delta nets", "delta nets, experts"),
+)
 CROSSING = ("TP2 SP", "CP2", "PP2 VPP2")
 QUICK = ("packed", "TP2 SP EP2 whole experts", "PP2 VPP2", "CP2 padded", "TP2 SP EP2 ETP2")
 CASES = [

@@ -83,7 +83,9 @@ def test_a_server_and_the_trainer_agree(
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_a_server_of_a_vision_language_model_takes_its_text_part(gpus: int, tmp_path: Path) -> None:
     """Gated delta nets too, whose weights a server fuses and splits; its checksums are compared."""
-    checkpoint = vision_language(tmp_path / "served", torch.float32, max_position_embeddings=512)
+    checkpoint = vision_language(
+        tmp_path / "served", dtype=torch.float32, max_position_embeddings=512
+    )
     save_tokenizer(checkpoint)
     model = Model(str(checkpoint), "float32", None, frozenset(), read_config(str(checkpoint)))  # type: ignore[arg-type]
     arguments = arguments_of(SGLangConfig(gpus_per_server=gpus), model, 0)

@@ -18,13 +18,15 @@ from tests.policy.conversion.test_convert_text_part import vision_language
 from tests.small_run import small_config
 
 
-@pytest.mark.parametrize("packed", ["true", "false"])
+@pytest.mark.parametrize(
+    ("kind", "packed"), [("qwen3_5", "true"), ("qwen3_5", "false"), ("qwen3_5_moe", "true")]
+)
 def test_a_run_trains_the_text_part_and_keeps_the_others(
-    packed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, packed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = small_config(tmp_path, f"policy.packed_sequences={packed}", "run.save_interval=2")
     source, run, shown = (
-        vision_language(tmp_path / "vision_language"),
+        vision_language(tmp_path / "vision_language", kind),
         tmp_path / "run",
         tmp_path / "shown.jsonl",
     )

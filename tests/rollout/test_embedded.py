@@ -21,12 +21,13 @@ from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Request, SamplingParams, generate
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
-FAMILIES = ["qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "llama3_rope", "qwen3_5_text"]
+DELTA_NETS = ["qwen3_5_text", "qwen3_5_moe_text"]
+FAMILIES = ["qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "llama3_rope", *DELTA_NETS]
 
 
 # Of log-probs in fp32. The outputs of a gated delta net are normalised per head, which enlarges the
 # rounding of small ones: transformers' own differ as much from float64.
-TOLERANCE = {"qwen3_5_text": 5e-4}
+TOLERANCE = dict.fromkeys(DELTA_NETS, 5e-4)
 
 
 VOCABULARY = 257

@@ -56,7 +56,14 @@ def test_every_field_of_config_json_has_a_place(family: str) -> None:
     assert not theirs - FAMILIES[family].places().keys()
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+# To build their thousands of experts takes tens of seconds; a smaller model has the same table.
+LARGEST = ("GLM-4.5", "DeepSeek-V3", "Kimi-K2 (as a DeepSeek-V3)")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in LARGEST else []) for n in PUBLISHED],
+)
 def test_published_shapes_build_with_as_many_parameters(name: str, alone: Topology) -> None:
     hf = published(name)
     with torch.device("meta"):

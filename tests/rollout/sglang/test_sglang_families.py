@@ -13,7 +13,7 @@ from megatron_stare.__main__ import main
 from megatron_stare.config import SGLangConfig
 from megatron_stare.rollout.sglang.launch import arguments_of
 from megatron_stare.rollout.sglang.server import Model, read_config
-from tests.policy.conversion.test_convert_text_part import vision_language
+from tests.policy.conversion.test_convert_text_part import CLASSES, vision_language
 from tests.rollout.sglang.test_sglang_parity import command
 from tests.rollout.sglang.world import (
     CHECKSUMS,
@@ -81,11 +81,14 @@ def test_a_server_and_the_trainer_agree(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_a_server_of_a_vision_language_model_takes_its_text_part(gpus: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_server_of_a_vision_language_model_takes_its_text_part(
+    kind: str, gpus: int, tmp_path: Path
+) -> None:
     """Gated delta nets too, whose weights a server fuses and splits; its checksums are compared."""
-    checkpoint = vision_language(
-        tmp_path / "served", dtype=torch.float32, max_position_embeddings=512
-    )
+    experts = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    changes = {"max_position_embeddings": 512} | (experts if kind == "qwen3_5_moe" else {})
+    checkpoint = vision_language(tmp_path / "served", kind, torch.float32, **changes)
     save_tokenizer(checkpoint)
     model = Model(str(checkpoint), "float32", None, frozenset(), read_config(str(checkpoint)))  # type: ignore[arg-type]
     arguments = arguments_of(SGLangConfig(gpus_per_server=gpus), model, 0)

@@ -318,7 +318,7 @@ def write_models(directory: Path) -> Path:
         (TIED, "qwen2_tied"),
         (EXPERTS, "qwen3_moe"),
         (LATENT, "deepseek_v3"),
-        (DELTA, "qwen3_5_text"),
+        (DELTA, "qwen3_5_moe_text"),
     ):
         shape = {
             "vocab_size": 257,

@@ -22,8 +22,10 @@ def install() -> None:
     """Before the server imports its model."""
     import sgl_kernel.mamba
     from sglang.kernels.ops.attention.fla import layernorm_gated
+    from sglang.kernels.ops.elementwise import elementwise
 
     layernorm_gated.RMSNorm.forward = head_norm
+    elementwise.fused_gate_sigmoid_mul_add = add_gated_expert
 
     sgl_kernel.mamba.causal_conv1d_fn_cpu = convolution
     sgl_kernel.mamba.causal_conv1d_update_cpu = convolution_of_one
@@ -37,6 +39,13 @@ def install() -> None:
         "fused_sigmoid_mul_cpu": gated,
     }.items():
         setattr(torch.ops.sgl_kernel, name, function)
+
+
+def add_gated_expert(x_TH: Tensor, weight_H: Tensor, shared_TH: Tensor, sum_TH: Tensor) -> None:
+    """Add the output of the shared expert, times its gate, to that of the others; H here is the
+    hidden width.
+    """
+    sum_TH += torch.sigmoid(x_TH @ weight_H)[:, None] * shared_TH
 
 
 def convolution(

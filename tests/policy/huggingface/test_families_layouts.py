@@ -6,6 +6,7 @@ as the Actor packs, schedules and reduces them, within 1e-9.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,7 @@ def measured(directory: str, options: tuple[str, ...]) -> Result:
     """
     from megatron.core.models.common.embeddings import RotaryEmbedding
 
+    gc.collect()  # models of earlier cases, whose process groups have threads
     settings = (f"policy.hf_checkpoint={directory}", "policy.packed_sequences=true")
     budget = "policy.max_tokens_per_gpu=300"
     config = override(Config(), [*settings, budget, "optimizer.clip_grad=1e9", *options])
@@ -149,8 +151,9 @@ def wide_softmax(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def under_each_layout(
-    rank: int, world_size: int, directories: dict[str, str], layouts: Sequence[str]
+    rank: int, world_size: int, directories: dict[str, str], cases: Sequence[tuple[str, str]]
 ) -> dict[tuple[str, str], Result]:
+    """The results of each case, a layout and an option."""
     from megatron.core import distributed
 
     build.DTYPES["fp32"] = torch.float64
@@ -164,9 +167,8 @@ def under_each_layout(
 
     distributed.DistributedDataParallelConfig = precise  # type: ignore[assignment,misc]
     return {
-        (layout, option): measured(directory, LAYOUTS[world_size][layout])
-        for layout in layouts
-        for option, directory in directories.items()
+        (layout, option): measured(directories[option], LAYOUTS[world_size][layout])
+        for layout, option in cases
     }
 
 
@@ -211,9 +213,8 @@ class Runs(dict[tuple[str, str], list[Result]]):
         size = next(size for size, layouts in LAYOUTS.items() if key[0] in layouts)
         chosen = [each for each in CASES if each[0] in LAYOUTS[size]]
         chosen = [each for each in chosen if is_quick(*each) == is_quick(*key)]
-        options = {option: self.directory(option) for option in {each[1]: 0 for each in chosen}}
-        layouts = list({each[0]: 0 for each in chosen})
-        ranks = run_distributed(under_each_layout, size, options, layouts, timeout_s=1500)
+        options = {option: self.directory(option) for _, option in chosen}
+        ranks = run_distributed(under_each_layout, size, options, chosen, timeout_s=1500)
         self.update({each: [rank[each] for rank in ranks] for each in ranks[0]})
         return self[key]
 

@@ -65,7 +65,7 @@ class PromptDispatcher:
         self._failure: BaseException | None = None
 
     def set_step(self, step: int, limit: int, kept: int = 0) -> None:
-        """The trainer is at `step`: what is too old is not ready any more; fill up to `limit`."""
+        """The trainer is at `step`: drop what is too old, and start prompts up to `limit`."""
         with self._lock:
             self.step, self.limit, self.kept = step, limit, kept
             self._ready = [group for group in self._ready if group.oldest_version >= self._oldest]
@@ -151,7 +151,7 @@ class PromptDispatcher:
 
     @property
     def _is_full(self) -> bool:
-        """Whether the step's batch is there, and taken perhaps."""
+        """Whether the step's batch is ready or taken."""
         there = self.kept + len(self._ready)
         return self.limit == 0 or there >= self.config.rollout.rollout_batch_size
 

@@ -98,7 +98,7 @@ class Alarms:
         }
 
     def suspect(self, name: str, rollout: tuple[int, int] | None) -> None:
-        """Keep a rollout that others found."""
+        """Keep a rollout that another part of the program found suspicious, for the alarms."""
         self._suspects[name] = [] if rollout is None else [[*rollout]]
 
     def watch(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -311,7 +311,7 @@ class Alarms:
 
 
 def repeats(ids: numpy.ndarray) -> bool:
-    """Whether a response ends in one stretch of tokens over and over."""
+    """Whether the end of a response repeats one stretch of tokens."""
     tail = ids[-max(LONGEST_STRETCH * FEWEST_REPEATS, SHORTEST_TAIL) :]
     if len(tail) < SHORTEST_TAIL:
         return False

@@ -134,7 +134,7 @@ def build_worker_parts(config: Config) -> WorkerParts:
 
 
 def _wait(futures: Sequence[Future[Any]]) -> None:
-    """Until all are done; the first failure is raised."""
+    """Wait until all are done; raise the first failure."""
     wait(futures, return_when=FIRST_EXCEPTION)
     for future in futures:
         if future.done():

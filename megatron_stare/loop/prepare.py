@@ -141,11 +141,11 @@ class StepPreparer:
 
     @property
     def _compares(self) -> bool:
-        """The rollout policy is compared with the trainer's before the update."""
+        """Whether the rollout policy is compared with the trainer's before the update."""
         return self.config.mismatch.correction != "none" or self.config.mismatch.alarm > 0
 
     def _old_policy(self, batches: Sequence[TokenBatch]) -> OldPolicy:
-        """The same on every rank."""
+        """The old policy of a step, the same on every rank."""
         mismatch = self.config.mismatch
         replayed = sum(int(batch.scored_T.sum()) for batch in batches if batch.scored_T is not None)
         if self.across.count(replayed) or mismatch.old_policy == "rollout":

@@ -46,9 +46,8 @@ def is_fixed(key: str) -> bool:
 
 
 def claim(config: Config) -> None:
-    """Write config.yaml into run.dir; of a run that is continued, say and keep what changed.
-
-    UserError: another run is there, or the place cannot be written.
+    """Write config.yaml into run.dir; of a run that is continued, print and keep the changed
+    settings. UserError: another run is there, or the place cannot be written.
     """
     directory, changes = Path(config.run.dir), changes_of(config)
     try:

@@ -134,6 +134,6 @@ class Trainer:
         return metrics | self.engine.counts() | seconds | used
 
     def _sync(self) -> None:
-        """The engine has the weights of this step."""
+        """Send the weights of this step to the engine."""
         self.actor.make_room()
         self.engine.load_weights(self.actor.served_weights(), self.step)

@@ -242,7 +242,7 @@ def _loss(output: HeadOutput) -> Tensor:
 
 
 def _cut(kept: Tensor, value: Tensor) -> Tensor:
-    """The same values; where they are not kept no gradient passes, not even one that is NaN."""
+    """The same values; no gradient passes where they are not kept, not even one that is NaN."""
     return torch.where(kept, value, value.detach())
 
 

@@ -177,8 +177,8 @@ def _probabilities(fields: dict[str, Any], router: Any) -> Callable[[Tensor], Te
 
 
 class _Router:
-    """Stands in one router's `router_replay`. `probabilities`: of all experts, from the scores that
-    it is asked about.
+    """What Megatron asks for the choices of one router (its `router_replay`). `probabilities`: of
+    all experts, from the scores that Megatron hands over.
     """
 
     def __init__(self, shape: RoutingShape, probabilities: Callable[[Tensor], Tensor]) -> None:
@@ -202,7 +202,9 @@ class _Router:
         self.tokens_E, self.mass_E, self.agreement = zeros, zeros.clone(), zeros.new_zeros(2)
 
     def stop(self) -> None:
-        """All of them have come: once, or once more where the layer is computed again."""
+        """Check that every micro-batch came once, or twice where the layer is computed again;
+        forget them.
+        """
         for seen in self._seen.values():
             assert seen in (0, len(self._microbatches)), f"{seen} of {len(self._microbatches)}"
         self._microbatches = ()

@@ -361,8 +361,8 @@ def _broadcast(group: Any, tensor: Tensor, answers: Answers, timeout: float) -> 
 
 
 def _in_thread[T](work: Callable[..., T], *arguments: Any) -> Future[T]:
-    """The result of `work` in a thread of its own, because it may block on servers forever. After
-    an error nothing holds the arguments: `work` is not a closure, because the frames in a traceback
+    """The result of `work` in a thread of its own, because servers may block it forever. After an
+    error nothing holds the arguments: `work` is not a closure, because the frames in a traceback
     keep their functions.
     """
     outcome: Future[T] = Future()

@@ -75,7 +75,9 @@ class Channel:
                     send_handle(self._connection, mapped.fileno(), 0)
 
     def receive(self) -> tuple[Any, Payload]:
-        """The next message and its payload, b"" without one. EOFError, OSError: no more."""
+        """The next message and its payload (b"" without one). EOFError, OSError: the connection has
+        ended.
+        """
         is_mapped, message = self._connection.recv()
         if not is_mapped:
             return message, b""

@@ -68,7 +68,7 @@ def _mixed(group: Group) -> bool:
 
 
 def _in_turn(places: list[Place]) -> list[Place]:
-    """Right, wrong, right, wrong, and then what is left."""
+    """The rollouts in the order right, wrong, right, wrong; then the rest."""
     right = [p for p in places if p.group.rollouts[p.sample].verdict == "correct"]
     wrong = [p for p in places if p.group.rollouts[p.sample].verdict != "correct"]
     both = [p for pair in zip(right, wrong, strict=False) for p in pair]
@@ -112,7 +112,7 @@ def sampled_rollouts(
 
 
 def _speaks(topology: Topology) -> bool:
-    """One of the ranks that train on the same tokens describes them."""
+    """Whether this rank describes its tokens: one of the ranks that train on them does."""
     return topology.ranks_of_tokens(topology.data_rank, topology.context_rank)[0] == topology.rank
 
 

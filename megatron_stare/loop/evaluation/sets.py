@@ -98,11 +98,10 @@ def _problem(prompt: Prompt) -> tuple[bytes, str]:
 
 
 def policy_name(config: Config, weights: str) -> str:
-    """Names what answers: the weights by their hash, what else a model directory says of how they
-    are used (shape, tokenizer, end of a response), the engine, and its tools.
-
+    """The name of the policy that an evaluation samples: the hash of the weights, what else a model
+    directory says about their use (shape, tokenizer, end of a response), the engine, and its tools.
     The step is not part of it: a run that went back and trained on again has other weights under
-    the same number, and the same weights may come under two.
+    the same number, and the same weights may have two numbers.
     """
     directory = Path(config.policy.hf_checkpoint)
     files = {

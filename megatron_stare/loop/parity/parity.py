@@ -73,8 +73,8 @@ class Sampled:
 def sample(
     config: Config, engine: Engine, prompts: Sequence[Prompt], tokens: int, topology: Topology
 ) -> Sampled:
-    """One response of up to `tokens` to each prompt, as training samples, without tools; and what
-    the servers say of it when they read it. Collective.
+    """One response of up to `tokens` to each prompt, as training samples, without tools; and the
+    servers' answers when they read it. Collective.
     """
     params = dataclasses.replace(training_params(config), max_new_tokens=tokens)
     requests = [

@@ -197,7 +197,7 @@ class _Neighbour:
 
 
 def _attempt() -> str:
-    """The same on all ranks, and another for each start of the run."""
+    """The name of this start of the run, the same on all ranks."""
     names = (
         *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
         *("SLURM_JOB_ID", "SLURM_RESTART_COUNT"),

@@ -130,7 +130,7 @@ def write(
 
 @dataclass
 class PeftDirectory:
-    """A directory that PEFT or `convert megatron-to-peft` wrote. UserError: it is none."""
+    """A directory that PEFT or `convert megatron-to-peft` wrote. UserError: it is not one."""
 
     directory: Path
     config: dict[str, Any] = field(init=False)

@@ -30,9 +30,7 @@ class SaveError(Exception):
 
 
 class _Resolved:
-    """The data of every item of a plan, already resolved:
-    all that the writer asks a planner for.
-    """
+    """The data of every item of a plan, already resolved: the writer needs no more of a planner."""
 
     def __init__(self, data: dict[MetadataIndex, Any]) -> None:
         self.data = data
@@ -133,7 +131,7 @@ class Save:
         manifest.write(self.directory, digests)
 
     def _agree(self, failure: str) -> None:
-        """SaveError on every rank where any brings a failure."""
+        """SaveError on every rank if a rank passes a failure."""
         failures = [failure for failure in self.topology.gather(failure) if failure]
         if failures:
             raise SaveError(failures[0])
@@ -157,7 +155,7 @@ def _planned(
     metadata: Metadata | None = None
 
     class Strategy(strategies.TorchDistSaveShardedStrategy):
-        """Megatron's format, our writer."""
+        """Megatron's checkpoint format, written by our writer."""
 
         def async_save(
             self, sharded_state_dict: Any, checkpoint_dir: Path, async_strategy: str = "mcore"

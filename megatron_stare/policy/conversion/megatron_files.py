@@ -210,7 +210,7 @@ class CheckpointReader:
 
 
 class _Into:
-    """All that torch's reader asks a planner for: one target tensor."""
+    """What torch's reader needs of a planner, for one target tensor."""
 
     def __init__(self, target: Tensor) -> None:
         self.target = target

@@ -226,7 +226,7 @@ def compared(name: str, ours: Tensor, theirs: Tensor) -> OperationDifference:
 def _own(
     operation: Operation, entry: ParameterMapping | None, hf: PretrainedConfig, value: Any
 ) -> Tensor:
-    """The input or output of a module of Megatron's, [P, B, ...], as [P, features]."""
+    """The input or output of one of Megatron's modules, [P, B, ...], as [P, features]."""
     found = value[0] if isinstance(value, tuple) else value
     found = found.reshape(found.shape[0], -1)
     if operation.name == "logits":
@@ -237,8 +237,8 @@ def _own(
 
 
 def _whole(value: Any) -> Tensor:
-    """The same of a module of transformers', [B, P, ...]; of a router the weights of all experts, 0
-    of those that are not chosen.
+    """The same of one of transformers' modules, [B, P, ...]; of a router the weights of all
+    experts, 0 for those that are not chosen.
     """
     if isinstance(value, tuple) and len(value) == 3:
         logits_PE, weights, chosen = value

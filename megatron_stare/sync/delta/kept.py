@@ -41,8 +41,8 @@ class EncodedPart(NamedTuple):
 
 
 class KeptWeights:
-    """`tag` names the weights that all of it is; "" while it goes from one version to the next.
-    `changed`: words that did change on the way.
+    """`tag` names the version of all kept weights; it is "" while a new version replaces them
+    tensor by tensor. `changed`: words that differ between the two versions so far.
     """
 
     def __init__(self) -> None:

@@ -43,12 +43,14 @@ class Rates:
 
     @property
     def full_seconds(self) -> float:
-        """Per byte of weights, of a full sync: a bucket is sent while the next one is compared."""
+        """Seconds per byte of weights of a full sync: a bucket is sent while the next one is
+        compared.
+        """
         return max(self.compare, self.wire + self.whole)
 
     @property
     def delta_seconds(self) -> float:
-        """The same of deltas."""
+        """Seconds per byte of weights of a sync by deltas."""
         return max(self.encode, self.wire * self.ratio + self.changed)
 
     @property
@@ -90,7 +92,7 @@ class RelayLink:
         self.sent, self._on_the_way, self._there = 0, 0.0, 0.0
 
     def send(self, content: bytes) -> None:
-        """Send a message once the one before it is taken; nothing any more where that failed."""
+        """Send a message once the one before it is taken; after a failure nothing more is sent."""
         self.wait()
         if self.mode != "outdated":
             self._posting = self._thread.submit(self._post, content)

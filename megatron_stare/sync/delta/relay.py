@@ -139,8 +139,8 @@ class WeightRelay:
             self.held = ""
 
     def _begin(self, table: Table) -> None:
-        """Check that it is this message's turn; with the first one, take back that `path` is a
-        model.
+        """Check that it is this message's turn. The first message of an update ends the use of
+        `path` as a model.
         """
         if table.number:
             if (table.update, table.number) != (self._inflight, self._next):
@@ -162,7 +162,7 @@ class WeightRelay:
             (self._incomplete / name).write_bytes(base64.b64decode(text))
 
     def _end(self, table: Table) -> None:
-        """All has come: it is a model again."""
+        """All parts have come: mark `path` as a model again."""
         if missing := self._places.keys() - self._seen:
             raise Refused(f"the update has no {min(missing)}")
         if not table.base:
@@ -230,7 +230,7 @@ class WeightRelay:
         table: Table,
         blocks: Sequence[Sequence[memoryview]],
     ) -> None:
-        """Some at a time; all have ended when it returns or raises."""
+        """Do the work for several tensors at a time; all have ended when it returns or raises."""
         pairs = zip(table.entries, blocks, strict=True)
         results([self._workers.submit(work, *pair) for pair in pairs])
 
@@ -335,7 +335,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._serve("/update", self.server.receive)
 
     def _serve(self, path: str, work: Callable[[bytes], tuple[int, dict[str, Any]]]) -> None:
-        """Answer the one path of a method; a body is read only of who may ask."""
+        """Answer the one path of a method. The body is read only if the sender may ask."""
         if self.server.closed:  # a connection from before
             self.close_connection = True
             return None
@@ -369,4 +369,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Requests are no news."""
+        """Log no requests."""

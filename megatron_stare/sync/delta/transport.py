@@ -111,7 +111,7 @@ class RelayTransport(Transport):
         }
 
     def _begin(self) -> None:
-        """A stream of the weights that the pool expects."""
+        """Begin a stream of the weights that the pool expects."""
         if self._tag != self.pool.tag:
             self._tag, self._sent, self._deltas = self.pool.tag, 0, 0
         self._base, self._kept.tag = self._kept.tag, ""
@@ -163,7 +163,7 @@ class RelayTransport(Transport):
         return packed(Table(self._tag, "", number, last, part.entries, files), part.blocks)
 
     def _end(self, servers: Sequence[Server]) -> None:
-        """The stream has passed: see to it that the servers' relays hold it, then load it."""
+        """The stream has ended: make sure that the servers' relays hold it, then have it loaded."""
         kept = self._kept
         kept.tag, self._inflight, self._weight_bytes = self._tag, False, kept.nbytes
         self._fraction.end(self._tag, kept.changed, kept.elements)
@@ -230,7 +230,7 @@ class RelayTransport(Transport):
 
 
 def _look_first(link: RelayLink) -> None:
-    """UserError where there is no relay."""
+    """Ask the relay what it holds. UserError: none answers there."""
     try:
         link.look()
     except RelayFault as fault:

@@ -29,7 +29,7 @@ class AppliedAdapters:
         self._sides[path][side] = tensor.detach().to(layer.weight, copy=True)
 
     def places(self) -> Iterator[tuple[str, Tensor]]:
-        """Their tensors by name, which take those of the next version."""
+        """The adapters' tensors by name; those of the next version are copied into them."""
         for path, sides in self._sides.items():
             yield from (
                 (f"{PREFIX}{path}.lora_{side}.weight", each) for side, each in sides.items()

@@ -158,7 +158,7 @@ class EmbeddedEngine:
         return [sequence.future for sequence in sequences]
 
     def wait(self, futures: Sequence[Future[Any]]) -> None:
-        """Until all are done; the first failure is raised."""
+        """Wait until all are done; raise the first failure."""
         wait(futures, return_when=FIRST_EXCEPTION)
         for future in futures:
             if future.done():
@@ -176,7 +176,7 @@ class EmbeddedEngine:
             )
 
     def counts(self) -> dict[str, float]:
-        """Nothing can fail here without ending the run."""
+        """No counts: a failure of this engine ends the run."""
         return {}
 
     def close(self) -> None:

@@ -202,7 +202,9 @@ class AgentEngine(EpisodeEngine):
 
 
 def _reward_of(outcome: dict[str, Any]) -> tuple[float | None, str]:
-    """The reward, None where there is none, and why the episode failed; empty: it did not."""
+    """The reward (None: the agent gave none) and the reason why the episode failed ("": it did
+    not).
+    """
     if cause := outcome.get("failed"):
         return None, str(cause)
     reward = outcome.get("reward")

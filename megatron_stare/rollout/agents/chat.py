@@ -101,7 +101,7 @@ def count_of(body: Mapping[str, Any], *names: str) -> int | None:
 
 
 def ids_of(body: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
-    """Token ids that a client gives; None: it gives none. BadCall: they are none."""
+    """The token ids that a client gives; None: it gives none. BadCall: they are not token ids."""
     found = body.get(name)
     if found is None:
         return None
@@ -112,7 +112,7 @@ def ids_of(body: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
 
 
 def stop_texts(value: Any) -> tuple[str, ...]:
-    """The stop texts of a request. BadCall: they are no texts."""
+    """The stop texts of a request. BadCall: one of them is not a text."""
     found = [value] if isinstance(value, str) else value or []
     if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
         raise BadCall("stop must be a text or a list of texts, none of them empty")

@@ -41,7 +41,9 @@ class BadCall(ValueError):
 
 
 def checked(messages: Any) -> list[Message]:
-    """The messages of a call. BadCall: they are none, or hold what the model cannot read."""
+    """The messages of a call. BadCall: there are none, or one holds something that the model cannot
+    read.
+    """
     if not isinstance(messages, list) or not messages:
         raise BadCall("messages must be a list of at least one message")
     for message in messages:

@@ -198,11 +198,10 @@ def file_rules(readable: Iterable[str], writable: Iterable[str], version: int) -
 
 
 def enforce(ruleset: int, version: int) -> set[str]:
-    """Hold this process and its children to the rules, for good;
-    needs NO_NEW_PRIVS. What then holds.
-
-    "files"; from ABI 6 "signals" too: they, and abstract sockets, reach only processes under the
-    same rules. ptrace, and what /proc shows of memory and environment, never reach further.
+    """Hold this process and its children to the rules, for good; needs NO_NEW_PRIVS. The names of
+    the protections that hold then: "files"; from ABI 6 "signals" too: signals, and abstract
+    sockets, reach only processes under the same rules. ptrace, and what /proc shows of memory and
+    environment, never reach further.
     """
     if ruleset < 0:
         return set()

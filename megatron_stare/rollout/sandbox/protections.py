@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def warn(isolation: str, held: frozenset[str]) -> None:
-    """Say once what this isolation cannot stop here."""
+    """Print once what this isolation cannot stop on this machine."""
     gaps = missing(held)
     if gaps:
         log.warning(

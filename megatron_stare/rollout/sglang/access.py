@@ -33,7 +33,7 @@ def api_key(settings: SGLangConfig) -> str:
 
 
 def standing_open(settings: SGLangConfig) -> list[str]:
-    """Addresses that other machines can reach although no key is set."""
+    """The addresses that other machines can reach without a key."""
     if api_key(settings):
         return []
     urls = [*settings.urls, *filter(None, [settings.router_url])]

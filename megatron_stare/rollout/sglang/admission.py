@@ -170,7 +170,7 @@ class Admission:
             raise
 
     async def release(self, server: Server) -> None:
-        """An acquired server's request has ended."""
+        """Note that a request of an acquired server has ended."""
         server.in_flight -= 1
         # New weights end thousands of requests, while no server can take one: nothing to announce.
         if self.has_room(server):

@@ -319,7 +319,7 @@ class SGLangClient:
 
     async def start_update(self) -> None:
         """Open a session of weight updates, if the server has sessions; the session of a failed
-        update is closed. A draft model is none of the policy's.
+        update is closed. Of a server that speculates, the draft model is left as it is.
         """
         try:
             await self._optional("/begin_weight_update", {"selector": "target"})

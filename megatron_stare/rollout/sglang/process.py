@@ -89,7 +89,9 @@ _LOADED_NCCL = (
 
 
 def own_nccl_version() -> tuple[int, ...]:
-    """The version of the NCCL that this process has loaded; torch's own word without a library."""
+    """The version of the NCCL that this process has loaded; without a library, the one that torch
+    states.
+    """
     found: dict[str, tuple[int, ...]] = {}
     with contextlib.suppress(OSError, AttributeError):
         exec(_LOADED_NCCL, {}, found)

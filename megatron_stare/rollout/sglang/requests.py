@@ -59,11 +59,11 @@ class InflightRequests:
         return len(self._requests)
 
     def add(self, request: InflightRequest) -> None:
-        """A server is about to be asked."""
+        """Note a request before its server is asked."""
         self._requests[request.seed] = request
 
     def remove(self, request: InflightRequest) -> None:
-        """The request is answered, or its answer is not needed any longer."""
+        """Forget a request that is answered, or whose answer is not needed any longer."""
         self._requests.pop(request.seed, None)
 
     async def abort_all(self, chosen: Callable[[InflightRequest], bool]) -> None:
@@ -223,7 +223,7 @@ class RequestRunner:
                 await self.admission.release(server)
 
     def _place(self, server: Server) -> int:
-        """The server's place in the pool; -1: a router chose another one, perhaps."""
+        """The server's place in the pool; -1 with a router, which may have chosen another."""
         return -1 if self.router is not None else self.admission.servers.index(server)
 
     async def _ask(

@@ -88,7 +88,7 @@ class CalculatorEnvironment:
         return show(evaluate(arguments["expression"]))
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def evaluate(expression: str) -> Number:

@@ -113,7 +113,7 @@ class _Clock:
                 self._scope.reschedule(None)
 
     def end(self) -> None:
-        """The call is over."""
+        """Note that the call is over."""
         self._ended = True
         self.hold()
 
@@ -174,7 +174,7 @@ class Episode:
         return ToolResult(call, cut(text, self.budget.output_characters), ok, seconds)
 
     def _passing(self, more: int) -> None:
-        """`more` more calls run from now on."""
+        """Note that `more` more calls run from now on."""
         now = time.monotonic()
         self.seconds += now - self._since if self._running else 0.0
         self._running, self._since = self._running + more, now

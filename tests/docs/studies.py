@@ -17,9 +17,9 @@ LOW = " ".join(f"runs/smollm2_135m_control/seed{seed}/stare_low" for seed in ran
 SUMS = " ".join(f"runs/smollm2_135m_losses/seed{seed}/stare" for seed in range(3)) + f" {LOW}"
 
 
-def _problems(runs: str, arm: str) -> str:
-    """The results by problem of an arm's three seeds, at T = 1."""
-    places = (f"runs/smollm2_135m_{runs}/seed{seed}/{arm}" for seed in range(3))
+def _problems(runs: str, arm: str, seeds: int = 3) -> str:
+    """The results by problem of an arm's seeds, at T = 1."""
+    places = (f"runs/smollm2_135m_{runs}/seed{seed}/{arm}" for seed in range(seeds))
     return " ".join(f"{place}/problems_1.jsonl" for place in places)
 
 
@@ -51,6 +51,7 @@ STUDIES = {
             (_problems("losses", "grpo_ds"), _problems("control", "stare_low")),
             (_problems("losses", "stare"), _problems("control", "stare_low")),
             (_problems("lcm_losses", "grpo_ds"), _problems("lcm_losses", "stare")),
+            (_problems("lcm_losses", "grpo_ds", 2), _problems("lcm_control", "stare_low", 2)),
         )
     },
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_lcm_losses/seed0/grpo_ds "

@@ -29,11 +29,8 @@ from megatron_stare.loop.prepare import effective_loss
 from megatron_stare.loop.resolve import check_environment, check_settings
 from megatron_stare.losses import objective_of
 from megatron_stare.planning.plan import GIB, make_plan
-from megatron_stare.planning.shapes import model_shape
 from megatron_stare.policy import build
-from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
-from megatron_stare.policy.huggingface.families import has_delta_nets
 from megatron_stare.policy.huggingface.names import name_table
 from megatron_stare.recipes import Cluster, cluster_of
 from megatron_stare.records import Prompt
@@ -115,11 +112,6 @@ def _memory(source: str, run: Config) -> str:
     product *= policy.context_parallel_size
     ranks = int(os.environ.get("WORLD_SIZE", known.trainer_gpus if known else product))
     count = len(run.sglang.urls) or run.sglang.num_servers
-    hf = model_shape(policy.hf_checkpoint)
-    if has_delta_nets(hf):
-        with topologies.imagined(policy, 0, ranks) as topology:
-            build.transformer_config(hf, policy, topology)  # refuses what does not fit together
-        return f"{ranks} rank{'s' * (ranks > 1)}; the memory of gated delta nets is not planned"
     plan = make_plan(run, Cluster(ranks, count * run.sglang.gpus_per_server))
     if plan.faults:
         raise UserError(plan.faults[0])

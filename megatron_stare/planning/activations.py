@@ -12,11 +12,13 @@ an element, t tensor-parallel size, s = t under sequence parallelism and else 1:
     attention   (e (2 Q + 2 K) + 4 A) / t       q, k, v, out, log-sum-exp
                 + e (Q + K) / t   TransformerEngine's value keeps the fused projection alive,
                                   which with q, k norms is their input
+    gate        (4 Q + e Q) / t   its sigmoid in fp32 and the product (Qwen3.5)
+    delta net   see `_delta_net`  in place of attention
     rotation    4 e D             cosines and sines of queries and keys; 0 in a fused kernel
     q, k norms  each as a norm of its width, divided by t (Qwen3)
     MLP         5 e F / t         both halves, silu, its operand, the product
                 3 e F / t         both halves and the product, where one kernel is both (a GPU's)
-    experts     see `_experts`
+    experts     see `_experts`, and of shared ones as of an MLP
 
 Full recomputation keeps e H / s per layer, plus the bytes of one layer at a time. Selective
 recomputation keeps only the inputs of its modules, plus the contents of one module at a time:
@@ -35,7 +37,7 @@ from dataclasses import dataclass
 
 from megatron_stare.config import PolicyConfig
 from megatron_stare.planning.ranks import RankCounts, Sizes
-from megatron_stare.policy.huggingface.shape import Shape
+from megatron_stare.policy.huggingface.shape import CHUNK, DeltaShape, Shape
 from megatron_stare.policy.tuning import recompute_modules
 
 ELEMENT = {"fp32": 4, "bf16": 2}
@@ -49,6 +51,7 @@ class Layer:
     sparse: float  # of a layer with experts
     dense_again: float  # recomputed by the backward pass of a layer with an MLP
     sparse_again: float  # the same for a layer with experts
+    delta: float  # of a gated delta net, less those of the attention in its place
     boundary: float  # the layer's input, from which full recomputation starts
 
 
@@ -62,8 +65,10 @@ def layer_bytes(
     fused = transformer_engine and policy.tuning.bias_activation_fusion is not False
     boundary = size * shape.hidden / share
     norm = _norm(shape.hidden, 1, size, transformer_engine) / share + boundary
-    mlp = (3 if fused else 5) * size * shape.intermediate / tensor
+    of_width = (3 if fused else 5) * size / tensor
+    mlp = of_width * shape.intermediate
     experts, products = _experts(shape, policy, sizes, size, fused)
+    experts += of_width * shape.shared_width
     apart = boundary if "layernorm" in again else norm  # the norm before experts
     dense, dense_again = norm + mlp, 0.0
     sparse, sparse_again = apart + experts, 0.0
@@ -75,12 +80,16 @@ def layer_bytes(
         sparse, sparse_again = apart, experts
     elif "moe_act" in again:
         sparse, sparse_again = sparse - products, products
-    attention = norm + _attention(shape, sizes, size, transformer_engine, "core_attn" in again)
+    core = _attention(shape, sizes, size, transformer_engine, "core_attn" in again)
+    kernels = transformer_engine and not policy.deterministic
+    delta = _delta_net(shape.delta, sizes, size, kernels) - core if shape.delta.layers else 0.0
+    attention = norm + core
     return Layer(
         dense=attention + dense,
         sparse=attention + sparse,
         dense_again=dense_again,
         sparse_again=sparse_again,
+        delta=delta,
         boundary=boundary,
     )
 
@@ -102,6 +111,7 @@ def _attention(
     kept = size * (2 * query + 2 * key) + (0 if again else 4 * heads)
     kept += 0 if transformer_engine else size * 4 * shape.head_width
     kept += 2 * size * shape.latent  # before and after its norm
+    kept += (4 + size) * query * shape.gated
     if shape.normalised_queries:
         kept += _norm(query, heads, size, transformer_engine)
         kept += _norm(key, key_heads, size, transformer_engine)
@@ -110,6 +120,33 @@ def _attention(
     if again or transformer_engine or (shape.normalised_queries and size == 4):
         kept += size * (query + key)  # a view keeps the fused projection alive
     return kept
+
+
+def _delta_net(delta: DeltaShape, sizes: Sizes, size: int, kernels: bool) -> float:
+    """Bytes of a gated delta net per token, without the norm before it. Z channels of the
+    convolution, Y = N P values of N heads, X keys of all heads, K keys of a head, C a chunk:
+
+        projection    e (Z + Y + 2 N)      its output, of which the others are views
+        convolution   e Z                  a copy of its input; ours (e 4 Z: each tap, the sum)
+        l2 norm       2 e X                ours 8 X: in fp32
+        delta rule    e (2 N K + Y + C N)  ours 4 N (10 K + 3 P + 6 C + K P / C)
+        output        its norm, e Y its result, the gate and its silu in fp32, and e Y the product
+        decay, beta   about 20 N
+
+    `kernels`: of flash-linear-attention, as their source saves tensors for the backward pass.
+    """
+    heads, values, wide = delta.heads, delta.values, delta.heads * delta.key
+    kept = float(size * (delta.channels + values + 2 * heads) + 20 * heads)
+    kept += _norm(values, heads, size, False) + 2 * size * values
+    kept += (8 if size == 2 else 4) * values
+    if kernels:
+        kept += size * (delta.channels + 2 * delta.keys)
+        kept += size * (2 * wide + values + CHUNK * heads)
+    else:
+        kept += size * 4 * delta.channels + 8 * delta.keys
+        each = 10 * delta.key + 3 * delta.value + 6 * CHUNK + delta.key * delta.value / CHUNK
+        kept += 4 * heads * each
+    return kept / sizes.tensor
 
 
 def _norm(width: float, rows: float, size: int, transformer_engine: bool) -> float:
@@ -154,6 +191,7 @@ def stage_bytes(
     held = policy.max_tokens_per_gpu if tokens is None else tokens
     layer = layer_bytes(shape, policy, sizes, transformer_engine)
     whole = counts.dense_layers * layer.dense + counts.sparse_layers * layer.sparse
+    whole += counts.delta_layers * layer.delta
     size = ELEMENT[policy.dtype]
     share = sizes.tensor if policy.sequence_parallel else 1
     last = _norm(shape.hidden, 1, size, transformer_engine) / share if counts.is_last else 0.0
@@ -161,6 +199,10 @@ def stage_bytes(
     # of the layer that is computed again; the last norm's are gone by then
     dense, sparse = layer.dense_again, layer.sparse_again
     if policy.recompute_granularity == "full":
-        whole, dense, sparse = counts.layers * layer.boundary, layer.dense, layer.sparse
+        whole, more = (
+            counts.layers * layer.boundary,
+            max(layer.delta, 0.0) * bool(counts.delta_layers),
+        )
+        dense, sparse = layer.dense + more, layer.sparse + more
     again = max(sparse if counts.sparse_layers else 0.0, dense if counts.dense_layers else 0.0)
     return held * (whole * counts.in_flight + max(again, last) + ids)

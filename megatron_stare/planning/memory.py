@@ -155,12 +155,12 @@ def _sampling_bytes(shape: Shape, config: Config) -> tuple[float, float, float]:
     longest = config.longest_sequence
     if config.rollout.engine == "embedded":
         size = ELEMENT[config.policy.dtype]
-        each = 2 * size * shape.layers * shape.key
+        each = longest * 2 * size * shape.attention_layers * shape.key + shape.delta.state_bytes
         whole = model_bytes(shape) * size / 2
-        return whole, 0.0, config.rollout.engine_batch_size * longest * each
+        return whole, 0.0, config.rollout.engine_batch_size * each
     if not config.sglang.colocated:
         return 0.0, 0.0, 0.0
-    cache = 8 * longest * cache_bytes_per_token(shape, config)
+    cache = 8 * (longest * cache_bytes_per_token(shape, config) + state_bytes(shape, config))
     return 0.0, served_bytes(shape, config) / config.sglang.gpus_per_server, cache
 
 
@@ -194,4 +194,9 @@ def cache_bytes_per_token(shape: Shape, config: Config) -> float:
     size = 1 if "fp8" in config.sglang.server_args else 2
     if shape.latent:
         return size * shape.layers * shape.latent
-    return 2 * size * shape.layers * shape.key / config.sglang.gpus_per_server
+    return 2 * size * shape.attention_layers * shape.key / config.sglang.gpus_per_server
+
+
+def state_bytes(shape: Shape, config: Config) -> float:
+    """States of the gated delta nets of one sequence on one GPU of a server."""
+    return shape.delta.state_bytes / config.sglang.gpus_per_server

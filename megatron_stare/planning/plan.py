@@ -11,7 +11,7 @@ from megatron_stare.planning.machine import H100, Machine
 from megatron_stare.planning.memory import ELEMENT, RankMemory, rank_memory, served_bytes
 from megatron_stare.planning.ranks import RankCounts, Sizes, adapter_work, sizes, stage_counts
 from megatron_stare.planning.serving import NO_DRAFTS, Drafts, Serving, serving
-from megatron_stare.planning.shapes import model_shape, planned_model
+from megatron_stare.planning.shapes import model_shape
 from megatron_stare.planning.work import Tokens, Training, training
 from megatron_stare.policy.adapters.attach import check as check_adapters
 from megatron_stare.policy.huggingface.shape import Shape, shape_of
@@ -133,7 +133,7 @@ def make_plan(
     UserError: sizes that do not divide, a model whose shape is not known, adapters that it cannot
     have.
     """
-    hf = planned_model(config.policy.hf_checkpoint)
+    hf = model_shape(config.policy.hf_checkpoint)
     check_adapters(hf, dataclasses.replace(config.adapters, start=""), config.policy)
     shape, group = shape_of(hf), sizes(config.policy, cluster.trainer_gpus)
     stages = tuple(counts or stage_counts(hf, config.policy, cluster.trainer_gpus))

@@ -1,9 +1,9 @@
 """The seconds of a step outside training: rollouts on the servers, and the weight sync.
 
 A decoding step of b sequences on a server of g GPUs reads the weights, or does 2 b W operations,
-whichever takes longer; it then reads every sequence's keys and values, b S kv / g bytes, and pays
-for its launches, its all-reduces and its scheduler. Of an expert model a step reads the experts
-that any of its tokens chose.
+whichever takes longer; it then reads every sequence's keys and values, b S kv / g bytes, reads and
+writes the states of gated delta nets, and pays for its launches, its all-reduces and its scheduler.
+Of an expert model a step reads the experts that any of its tokens chose.
 
 The rollouts of a server are scheduled one by one: as many together as its cache holds, the next one
 when one ends. So the tail, in which few long responses are left, comes after the phase of full
@@ -27,7 +27,12 @@ from typing import NamedTuple
 from megatron_stare.config import Config
 from megatron_stare.config.servers import MEMORY_SHARE
 from megatron_stare.planning.machine import Machine
-from megatron_stare.planning.memory import cache_bytes_per_token, model_bytes, served_bytes
+from megatron_stare.planning.memory import (
+    cache_bytes_per_token,
+    model_bytes,
+    served_bytes,
+    state_bytes,
+)
 from megatron_stare.planning.work import Tokens
 from megatron_stare.policy.huggingface.shape import Shape
 from megatron_stare.scoring.advantages import checked_estimator
@@ -99,15 +104,16 @@ def serving(
     share = machine.memory_bytes * static_share(config, machine, occupied)
     cache = min(share, machine.usable_bytes - occupied) - weights
     per_token = cache_bytes_per_token(shape, config)
-    most = cache / (per_token * (tokens.prompt + tokens.response))
-    if cache < per_token * config.longest_sequence:
+    state = state_bytes(shape, config)
+    most = cache / (per_token * (tokens.prompt + tokens.response) + state)
+    if cache < per_token * config.longest_sequence + state:
         most = 0.0
     groups, rollouts = _sampled(config)
     resampled, is_exact = _resampled(config)
     concurrency = min(most, config.sglang.max_concurrency, rollouts / servers)
 
     def step(sequences: float, length: float) -> float:
-        cache = per_token * length
+        cache = per_token * length + 2 * state  # a step reads the state and writes it
         return decoding_seconds(sequences, shape, weights, cache, gpus, machine, drafts, of_bf16)
 
     rate = servers * concurrency / step(concurrency, tokens.seen)

@@ -9,7 +9,6 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_stare.config import UserError, nearest
 from megatron_stare.policy import build
-from megatron_stare.policy.huggingface.families import has_delta_nets
 
 _ROPE = {"rope_type": "default", "rope_theta": 1e6}
 _QWEN3 = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
@@ -89,17 +88,6 @@ MODELS |= {  # of latent attention: what differs from the defaults of transforme
         "rope_parameters": _ROPE | {"rope_theta": 5e4},
     },
 }
-
-
-def planned_model(hf_checkpoint: str) -> PretrainedConfig:
-    """`model_shape` of a model that a plan knows. UserError: of one that it does not."""
-    hf = model_shape(hf_checkpoint)
-    if has_delta_nets(hf):
-        raise UserError(
-            f"policy.hf_checkpoint={hf_checkpoint}: memory and speed of the gated delta nets of "
-            f"{hf.model_type} cannot be planned yet"
-        )
-    return hf
 
 
 def model_shape(hf_checkpoint: str) -> PretrainedConfig:

@@ -1,9 +1,10 @@
 """The work of one training step on the trainer's GPUs: operations, bytes over each group, seconds.
 
 N tokens of all ranks, of which R are loss tokens, W weights that a token meets in the layers, Q
-width of the queries, L layers, V vocabulary, S the length that a token's attention sees on average:
+width of the queries, L layers with attention, V vocabulary, S the length that a token's attention
+sees on average, D operations of a token in gated delta nets (huggingface/shape.py):
 
-    one forward pass   2 N W + 2 N Q S L + 2 R H V
+    one forward pass   2 N W + 2 N Q S L + N D + 2 R H V
     update             three of them, and another without the head under full recomputation
     score              one: the statistics that the loss's plan needs
 
@@ -121,7 +122,8 @@ def training(
     updates = config.train.epochs
     repeated = recomputed_work(config.policy, shape)
     layers = 2 * tokens.total * shape.active_matrices
-    attention = 4 * tokens.total * shape.query * tokens.seen * shape.layers
+    attention = 4 * tokens.total * shape.query * tokens.seen * shape.attention_layers
+    attention += tokens.total * shape.delta.work
     head = 2 * tokens.sequences * tokens.response * shape.head
     passes = 3 * updates + scoring_passes
     products = passes - updates if config.adapters.rank else passes
@@ -189,7 +191,7 @@ def group_bytes(
               4 e H (t - 1) / t; the backward sends as much, and under sequence parallelism half as
               much again for the inputs of weight gradients
     context   keys and values 2 e K / t (c - 1) of a rank's tokens, again in the backward with their
-              gradients
+              gradients; of a gated delta net its inputs and outputs, e (Z + 2 Y) / t (c - 1) / c
     expert    dispatch and combine 2 k e H (n - 1) / n per token and pass
     pipeline  e H per token at a stage's border, back and forth
     data      fp32 gradients scattered, weights gathered: 4 + e bytes (d - 1) / d a parameter, or
@@ -203,14 +205,17 @@ def group_bytes(
     held = tokens.total / (sizes.data * sizes.context)  # of one tensor group
     local = held / (sizes.tensor if policy.sequence_parallel else 1)
     layers = max(one.layers for one in counts)
+    deltas = max(one.delta_layers for one in counts)
     heaviest = _heaviest(config, counts, sizes)
     extra = 0.5 * updates if policy.sequence_parallel else 0.0
     each = 4 * size * shape.hidden * held * layers
     reduced = 4 + size if policy.use_distributed_optimizer else 8
+    exchanged = shape.delta.channels + 2 * shape.delta.values
     sent = {
         "tensor": each * (passes + extra + repeated.tensor * updates) * _others(sizes.tensor),
-        "context": 2 * size * shape.key / sizes.tensor * held * layers
-        * (sizes.context - 1) * (passes + updates * (1 + repeated.attention)),
+        "context": size * held / sizes.tensor * (sizes.context - 1)
+        * (2 * shape.key * (layers - deltas) + deltas * exchanged / sizes.context)
+        * (passes + updates * (1 + repeated.attention)),
         "pipeline": size * shape.hidden * local * passes if sizes.pipeline > 1 else 0.0,
         "data": steps * heaviest.dense_parameters * reduced * _others(sizes.replicas),
     }  # fmt: skip

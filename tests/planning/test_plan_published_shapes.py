@@ -20,15 +20,10 @@ from tests.policy.huggingface.test_families import PUBLISHED
 
 # For 64 GPUs without tensor and pipeline parallelism.
 TOO_LARGE = {"Mistral-Nemo-2407", "Mistral-Small-24B-2501", "Seed-OSS-36B", "phi-4 (as a Llama)"}
-TOO_LARGE |= {"GLM-4.5-Air", "GLM-4.5", "DeepSeek-V3", "Kimi-K2 (as a DeepSeek-V3)"}
-
-# No plan knows gated delta nets (tests/policy/huggingface/test_families.py).
-PLANNED = [
-    name for name, entry in PUBLISHED.items() if "linear_num_key_heads" not in entry["config"]
-]
+TOO_LARGE |= {"GLM-4.5-Air", "GLM-4.5", "DeepSeek-V3", "Kimi-K2 (as a DeepSeek-V3)", "Qwen3.5-27B"}
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_shape_is_planned(name: str, tmp_path: Path) -> None:
     fields: dict[str, Any] = PUBLISHED[name]["config"]
     (tmp_path / "config.json").write_text(json.dumps(fields))

@@ -22,7 +22,43 @@ from transformers import PretrainedConfig
 from megatron_stare.policy.huggingface.families import megatron_fields
 from megatron_stare.policy.huggingface.names import attention_rows, sizes_of
 
-_CHUNK = 64  # tokens of a chunk in the kernels of gated delta nets, as in cpu_layers/delta_rule.py
+CHUNK = 64  # tokens of a chunk in the kernels of gated delta nets, as in cpu_layers/delta_rule.py
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """The gated delta nets of a model; all 0 without any."""
+
+    layers: int
+    heads: int  # of values
+    key: int  # width of a head's keys
+    value: int  # width of a head's values
+    keys: int  # width of the keys of all heads
+    taps: int  # of the convolution
+
+    @property
+    def values(self) -> int:
+        """Width of the values of all heads."""
+        return self.heads * self.value
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.keys + self.values
+
+    @property
+    def work(self) -> int:
+        """Operations of a token in all layers, without the projections."""
+        of_head = 6 * self.key * self.value + CHUNK * (5 * self.key + 3 * self.value)
+        return self.layers * self.heads * of_head
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's states in all layers of a server: of the heads in fp32, of the
+        convolution in bf16.
+        """
+        heads = 4 * self.heads * self.key * self.value
+        return self.layers * (heads + 2 * (self.taps - 1) * self.channels)
 
 
 @dataclass(frozen=True)
@@ -46,11 +82,16 @@ class Shape:
     expert_width: int
     shared_width: int  # of the experts that every token meets, together
     attention_matrices: int  # weights of the projections of attention and delta nets, all layers
-    attention_layers: int  # the others have a gated delta net
-    delta_work: int  # operations of a token in all gated delta nets, without their projections
+    delta: DeltaShape
     latent: int  # width of a token's latent vector and rotary key; 0 without latent attention
     tied: bool  # one matrix for embedding and head
     normalised_queries: bool  # Qwen3's norms of queries and keys
+    gated: bool  # the output of attention has a gate, as wide as the queries
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with attention; the others have a gated delta net."""
+        return self.layers - self.delta.layers
 
     @property
     def active_matrices(self) -> int:
@@ -77,9 +118,6 @@ def shape_of(hf: PretrainedConfig) -> Shape:
     """The shape of a config.json."""
     fields = megatron_fields(hf)
     width, sizes = fields["kv_channels"], sizes_of(hf, fields)
-    deltas = sum(fields.get("linear_attention_freq", ()))
-    key, value = fields.get("linear_key_head_dim", 0), sizes["P"]
-    of_head = 6 * key * value + _CHUNK * (5 * key + 3 * value)
     matrices = [
         math.prod(sizes[letter] for letter in word)
         for layer in range(hf.num_hidden_layers)
@@ -103,11 +141,18 @@ def shape_of(hf: PretrainedConfig) -> Shape:
         expert_width=sizes["M"],
         shared_width=sizes["S"],
         attention_matrices=sum(matrices),
-        attention_layers=hf.num_hidden_layers - deltas,
-        delta_work=deltas * sizes["N"] * of_head,
+        delta=DeltaShape(
+            layers=sum(fields.get("linear_attention_freq", ())),
+            heads=sizes["N"],
+            key=fields.get("linear_key_head_dim", 0),
+            value=sizes["P"],
+            keys=sizes["X"],
+            taps=sizes["T"],
+        ),
         latent=sizes["J"],
         tied=bool(hf.tie_word_embeddings),
         normalised_queries=bool(fields.get("qk_layernorm")),
+        gated=bool(fields.get("attention_output_gate")),
     )
 
 
@@ -118,5 +163,5 @@ def forward_operations(shape: Shape, lengths: Iterable[tuple[int, int]]) -> floa
         length = prompt + response
         total += 2.0 * length * shape.active_matrices + 2.0 * response * shape.head
         total += 2.0 * shape.query * shape.attention_layers * length**2
-        total += float(length) * shape.delta_work
+        total += float(length) * shape.delta.work
     return total

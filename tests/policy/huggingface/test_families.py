@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from megatron_stare.config import AdaptersConfig, Config, PolicyConfig, UserError, override
-from megatron_stare.planning.plan import Cluster, make_plan
+from megatron_stare.config import AdaptersConfig, Config, PolicyConfig, UserError
+from megatron_stare.planning.memory import cache_bytes_per_token, state_bytes
 from megatron_stare.policy import build, topology
 from megatron_stare.policy.adapters.attach import check as check_adapters
 from megatron_stare.policy.huggingface.families import (
@@ -174,11 +174,15 @@ def test_what_does_not_know_delta_nets_refuses_them() -> None:
         check_server(hf, (), 1, 1, "sglang.weights=fp8")
 
 
-def test_a_plan_does_not_know_delta_nets(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "model", tiny_config("qwen3_5_text"))
-    config = override(Config(), [f"policy.hf_checkpoint={tmp_path / 'model'}"])
-    with pytest.raises(UserError, match="the gated delta nets of qwen3_5_text cannot be planned"):
-        make_plan(config, Cluster(1, 0))
+def test_states_of_delta_nets_take_the_place_of_keys_and_values() -> None:
+    """On a server: of all heads in fp32, and the last three positions before the convolution."""
+    delta, config = shape_of(published("Qwen3.5-0.8B")).delta, Config()
+    assert delta.state_bytes == 18 * (4 * 16 * 128 * 128 + 2 * 3 * 3 * 16 * 128)
+    sparse, dense = (
+        shape_of(published("Qwen3.5-0.8B", **changes)) for changes in ({}, {"layer_types": FULL})
+    )
+    assert cache_bytes_per_token(dense, config) == 4 * cache_bytes_per_token(sparse, config)
+    assert state_bytes(sparse, config) == delta.state_bytes and not state_bytes(dense, config)
 
 
 def test_operations_of_delta_nets_are_counted() -> None:
@@ -186,7 +190,7 @@ def test_operations_of_delta_nets_are_counted() -> None:
     hf = published("Qwen3.5-0.8B")
     shape, dense = shape_of(hf), shape_of(published("Qwen3.5-0.8B", layer_types=FULL))
     assert (shape.attention_layers, dense.attention_layers) == (6, 24)
-    assert shape.delta_work == 18 * 16 * (6 * 128 * 128 + 64 * 8 * 128) and not dense.delta_work
+    assert shape.delta.work == 18 * 16 * (6 * 128 * 128 + 64 * 8 * 128) and not dense.delta.work
     short, long = (forward_operations(shape, [(0, length)]) for length in (1000, 2000))
     squares = 2 * 8 * 256 * 6 * (2000**2 - 2 * 1000**2)
     assert long - 2 * short == pytest.approx(squares)

@@ -147,6 +147,15 @@ def _optional(config: Config) -> Iterator[Finding]:
         gpu,
         "`make gpu`; without it layers are slower and policy.fp8 is refused",
     )
+    if gpu and _wants_delta_kernels(config):
+        yield _importable(
+            "flash-linear-attention",
+            "fla.ops.gated_delta_rule",
+            "flash-linear-attention",
+            True,
+            "pip install flash-linear-attention; without its kernels gated delta nets are slow and "
+            "keep three times the memory",
+        )
     if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):
         yield Finding(
             "WARN",
@@ -164,6 +173,18 @@ def _optional(config: Config) -> Iterator[Finding]:
         False,
         "pip install 'megatron-stare[quantize]' for the command quantize",
     )
+
+
+def _wants_delta_kernels(config: Config) -> bool:
+    """Whether the model has gated delta nets whose kernels this run may use."""
+    if config.policy.deterministic or not config.policy.hf_checkpoint:
+        return False
+    from megatron_stare.planning.shapes import model_shape
+    from megatron_stare.policy.huggingface.families import has_delta_nets
+
+    with contextlib.suppress(UserError):
+        return has_delta_nets(model_shape(config.policy.hf_checkpoint))
+    return False
 
 
 def on_gpu() -> bool:

@@ -21,6 +21,7 @@ from megatron_stare.recipes import RECIPES
 from tests.paths import ROOT
 from tests.rollout.sglang.world import make_model
 from tests.sync.delta.world import serving, url_of
+from tests.tiny_models import tiny_config
 
 
 def levels(findings: Iterable[Finding]) -> dict[str, str]:
@@ -206,6 +207,25 @@ def test_a_second_cudnn_in_the_process_is_a_finding(monkeypatch: pytest.MonkeyPa
     found = {one.what: one for one in doctor._gpus(Config())}
     assert found["cuDNN"].level == "FAIL" and "incompatibility" in found["cuDNN"].found
     assert "CUDNN_HOME" in found["cuDNN"].remedy and found["NCCL"].level == "OK"
+
+
+def test_missing_kernels_of_delta_nets_are_a_finding(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a GPU, of a model that has delta nets, unless the run cannot use the kernels."""
+    monkeypatch.setattr(doctor, "on_gpu", lambda: True)
+    monkeypatch.setattr("megatron_stare.policy.runtime.load_torchs_cudnn", lambda: None)
+    for family, options, wanted in (
+        ("qwen3_5_text", (), True),
+        ("qwen3_5_text", ("policy.deterministic=true",), False),
+        ("qwen3", (), False),
+    ):
+        tiny_config(family).save_pretrained(tmp_path / family)
+        config = override(Config(), [f"policy.hf_checkpoint={tmp_path / family}", *options])
+        found = {one.what: one for one in doctor._optional(config)}
+        assert ("flash-linear-attention" in found) == wanted
+        if wanted:
+            assert "pip install flash-linear-attention" in found["flash-linear-attention"].remedy
 
 
 def test_a_finding_is_a_line_and_levels_are_counted() -> None:

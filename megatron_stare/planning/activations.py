@@ -199,10 +199,8 @@ def stage_bytes(
     # of the layer that is computed again; the last norm's are gone by then
     dense, sparse = layer.dense_again, layer.sparse_again
     if policy.recompute_granularity == "full":
-        whole, more = (
-            counts.layers * layer.boundary,
-            max(layer.delta, 0.0) * bool(counts.delta_layers),
-        )
+        whole = counts.layers * layer.boundary
+        more = max(layer.delta, 0.0) if counts.delta_layers else 0.0
         dense, sparse = layer.dense + more, layer.sparse + more
     again = max(sparse if counts.sparse_layers else 0.0, dense if counts.dense_layers else 0.0)
     return held * (whole * counts.in_flight + max(again, last) + ids)

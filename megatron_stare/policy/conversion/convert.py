@@ -147,11 +147,8 @@ def _file_names(layout: hf_files.DirectoryLayout | None, others: Checkpoint | No
     """How the files of an export name the model's tensors: as those that it came from."""
     if others is not None:
         return others.names
-    return (
-        FileNames.of(name for file in layout.files for name in file.tensors)
-        if layout
-        else FileNames()
-    )
+    files = layout.files if layout else ()
+    return FileNames.of(name for file in files for name in file.tensors)
 
 
 def _of_files(shapes: Shapes, parts: dict[str, list[str]], others: Checkpoint | None) -> Shapes:
@@ -345,8 +342,8 @@ def export_hf(model: PolicyModel, source: Path, directory: Path) -> None:
     """Weights in one safetensors file, with the config and tokenizer files of `source`. Collective.
 
     The directory appears whole: it is written under a temporary name and renamed. Tensors are
-    written as they come: rank 0 holds one of the files at a time, where that has all experts of a
-    layer both of the layer's, and the other ranks none but their shards.
+    written as they come: rank 0 holds one at a time, or the experts of one layer where the files
+    have all of them in two tensors; the other ranks hold none but their shards.
     """
     stream = iter(dataclasses.replace(model.weights(), onto_first=True))
     try:

@@ -54,7 +54,7 @@ sglang: ## make .venv-sglang (Python 3.11): a real SGLang server that needs no G
 agents: ## make .venv-agents: agent frameworks, verifiers and OpenEnv, for examples/ and tests
 	PYTHON=$$($(FIND_PYTHON)) tools/agents/build
 
-trainers: $(STAMP) ## make .venv-trainers: TRL and verl in addition to .venv, for their examples
+trainers: $(STAMP) ## make .venv-trainers: TRL, verl, flash-linear-attention in addition to .venv
 	tools/other_trainers/build
 
 demo: $(STAMP) ## entropy collapse and its cure, in minutes; results in runs/quickstart

@@ -103,11 +103,9 @@ def serving(
     weights, of_bf16 = (sent + 2 * adapters) / gpus, sent / whole
     share = machine.memory_bytes * static_share(config, machine, occupied)
     cache = min(share, machine.usable_bytes - occupied) - weights
-    per_token = cache_bytes_per_token(shape, config)
-    state = state_bytes(shape, config)
-    most = cache / (per_token * (tokens.prompt + tokens.response) + state)
-    if cache < per_token * config.longest_sequence + state:
-        most = 0.0
+    per_token, state = cache_bytes_per_token(shape, config), state_bytes(shape, config)
+    holds_longest = cache >= per_token * config.longest_sequence + state
+    most = cache / (per_token * (tokens.prompt + tokens.response) + state) * holds_longest
     groups, rollouts = _sampled(config)
     resampled, is_exact = _resampled(config)
     concurrency = min(most, config.sglang.max_concurrency, rollouts / servers)

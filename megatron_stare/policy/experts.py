@@ -58,15 +58,15 @@ def routing_shape(hf: PretrainedConfig) -> RoutingShape | None:
     return RoutingShape(layers, fields["moe_router_topk"], fields["num_moe_experts"])
 
 
-def release_routes(chunks: Sequence[nn.Module]) -> None:
+def release_routes(chunks: Sequence[Any]) -> None:
     """Drop what Megatron's dispatchers keep of their last micro-batch until the next one: of each
     layer, with E experts and K of them a token, at least 5 E + 8 K bytes a token, and an autograd
     graph, which keeps the model alive.
     """
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    for layer in (m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)):
-        dispatcher = layer.token_dispatcher
+    layers = (layer.mlp for chunk in chunks for layer in chunk.decoder.layers)
+    for dispatcher in (mlp.token_dispatcher for mlp in layers if isinstance(mlp, MoELayer)):
         dispatcher.probs = dispatcher.routing_map = None
         dispatcher.reversed_local_input_permutation_mapping = None
 

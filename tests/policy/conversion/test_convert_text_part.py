@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.stops import stop_ids
-from tests.policy.conversion.conftest import refused
+from tests.policy.conversion.conftest import make, refused
 from tests.policy.conversion.test_convert import assert_same_files
 from tests.tiny_models import byte_tokenizer, tiny_config
 
@@ -158,3 +159,26 @@ def test_a_text_part_alone_needs_no_other(
     (tmp_path / "config.json").write_text(json.dumps(content | {"model_type": "qwen3_vl"}))
     with pytest.raises(UserError, match="model_type"):
         build.read_hf_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_experts_of_any_family_may_be_in_two_tensors(
+    family: str, alone: Topology, tmp_path: Path
+) -> None:
+    """The model is the same as from one tensor for each, and files come back in their own form."""
+    single, fused = make(tmp_path / "single", family, max_shard_size="1GB"), tmp_path / "fused"
+    shutil.copytree(single, fused)
+    tensors = load_file(single / "model.safetensors")
+    save_file(as_published(tensors), fused / "model.safetensors", metadata={"format": "pt"})
+    one, other = (PolicyModel(str(each), PolicyConfig(), alone, 1.0) for each in (single, fused))
+    assert one.fingerprint() == other.fingerprint()
+    convert.export_hf(other, fused, tmp_path / "export")
+    before, after = (load_file(d / "model.safetensors") for d in (fused, tmp_path / "export"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    for command in (
+        ["hf-to-megatron", str(fused), str(tmp_path / "megatron")],
+        ["megatron-to-hf", str(tmp_path / "megatron"), str(tmp_path / "back")],
+    ):
+        assert main(["convert", *command, "--verify"]) == 0
+    assert_same_files(fused, tmp_path / "back")

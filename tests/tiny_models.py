@@ -141,7 +141,7 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
         "llama": (LlamaConfig, {"rms_norm_eps": 1e-5}),
         "mistral": (MistralConfig, {"head_dim": 12, "sliding_window": None}),
         "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0], "pad_token_id": None}),
-        "seed_oss": (SeedOssConfig, {"head_dim": 12}),
+        "seed_oss": (SeedOssConfig, {"head_dim": 12, "pad_token_id": None}),
         "llama3_rope": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
     }
     kind, special = classes[family]

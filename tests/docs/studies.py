@@ -12,7 +12,7 @@ VALID_ARMS = Elsewhere(
 VARIANTS = " ".join(
     f"runs/smollm2_135m_variants/seed0/stare_{arm}" for arm in ("paper", "adaptive", "2_percent")
 )
-LCM_LOW = " ".join(f"runs/smollm2_135m_lcm_control/seed{seed}/stare_low" for seed in range(2))
+LCM_LOW = " ".join(f"runs/smollm2_135m_lcm_control/seed{seed}/stare_low" for seed in range(3))
 LOW = " ".join(f"runs/smollm2_135m_control/seed{seed}/stare_low" for seed in range(3))
 SUMS = " ".join(f"runs/smollm2_135m_losses/seed{seed}/stare" for seed in range(3)) + f" {LOW}"
 
@@ -106,7 +106,7 @@ STUDIES = {
     "train.num_rollout=150 run.keep_every=50 run.dir=runs/smollm2_135m_control": VALID_ARMS,
     f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_low --seeds 1,2 "
     "train.num_rollout=150 run.keep_every=50 run.dir=runs/smollm2_135m_control": VALID_ARMS,
-    f".venv/bin/{PYTHON} compare smollm2_135m_lcm --losses stare_low --seeds 0,1 "
+    f".venv/bin/{PYTHON} compare smollm2_135m_lcm --losses stare_low --seeds 0,1,2 "
     "train.num_rollout=150 run.keep_every=50 run.dir=runs/smollm2_135m_lcm_control": VALID_ARMS,
     f".venv/bin/python benchmarks/study.py {LCM_LOW}": Run(needs=(UNPACK,)),
     f".venv/bin/python benchmarks/study.py {LCM_LOW} --curve entropy,reward,signal_fraction": Run(

@@ -301,5 +301,5 @@ def training_params(config: Config) -> SamplingParams:
 
 
 def greedily(params: SamplingParams) -> SamplingParams:
-    """The same parameters, for greedy decoding."""
+    """The same parameters for greedy decoding."""
     return dataclasses.replace(params, temperature=0.0, top_p=1.0, routing=None)

@@ -37,7 +37,8 @@ from dataclasses import dataclass
 
 from megatron_stare.config import PolicyConfig
 from megatron_stare.planning.ranks import RankCounts, Sizes
-from megatron_stare.policy.huggingface.shape import CHUNK, DeltaShape, Shape
+from megatron_stare.policy.cpu_layers.delta_rule import CHUNK
+from megatron_stare.policy.huggingface.shape import DeltaShape, Shape
 from megatron_stare.policy.tuning import recompute_modules
 
 ELEMENT = {"fp32": 4, "bf16": 2}

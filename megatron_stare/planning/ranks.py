@@ -18,6 +18,7 @@ from megatron_stare.config import AdaptersConfig, PolicyConfig
 from megatron_stare.policy import build
 from megatron_stare.policy.adapters.peft_files import Projection, projections
 from megatron_stare.policy.huggingface.families import megatron_fields
+from megatron_stare.policy.huggingface.names import is_delta_net
 from megatron_stare.policy.topology import expert_tensor_size, imagined
 
 
@@ -123,7 +124,7 @@ def _counted(shape: str, policy: PolicyConfig, world: int) -> tuple[RankCounts, 
     fields = json.loads(shape)
     hf = AutoConfig.for_model(fields.pop("model_type"), **fields)
     stages, every = policy.pipeline_model_parallel_size, projections(hf, AdaptersConfig())
-    deltas = megatron_fields(hf).get("linear_attention_freq", [0] * hf.num_hidden_layers)
+    described = megatron_fields(hf)
     found: list[RankCounts] = []
     for stage in range(stages):
         with imagined(policy, stage * world // stages, world) as topology:
@@ -145,7 +146,7 @@ def _counted(shape: str, policy: PolicyConfig, world: int) -> tuple[RankCounts, 
                 expert_parameters=expert,
                 dense_layers=len(numbers) - sparse,
                 sparse_layers=sparse,
-                delta_layers=sum(deltas[number] for number in numbers),
+                delta_layers=sum(is_delta_net(described, number) for number in numbers),
                 is_first=stage == 0,
                 is_last=stage == stages - 1,
                 adaptable=_adaptable([each for each in every if each.layer in numbers]),

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-CHUNK = 64
+CHUNK = 64  # as in the kernels of flash-linear-attention
 
 
 def normalised(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -132,9 +132,9 @@ class Checkpoint:
     """The safetensors of an HF directory, read tensor by tensor. UserError:
     no files, or a file that is damaged.
 
-    Of a vision-language model, `infos` has the text part, by the names that it has
-    alone; `carried` has all other tensors, by their own names. A tensor of all experts of a layer
-    appears as those of single experts. `names`: the convention of the files.
+    Of a vision-language model, `infos` has the text part, by the names that it has alone; `carried`
+    has all other tensors, by their own names. A tensor of all experts of a layer appears as those
+    of single experts. `names`: the convention of the files.
     """
 
     def __init__(self, directory: str) -> None:

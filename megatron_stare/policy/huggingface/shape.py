@@ -19,10 +19,9 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from megatron_stare.policy.cpu_layers.delta_rule import CHUNK
 from megatron_stare.policy.huggingface.families import megatron_fields
 from megatron_stare.policy.huggingface.names import attention_rows, sizes_of
-
-CHUNK = 64  # tokens of a chunk in the kernels of gated delta nets, as in cpu_layers/delta_rule.py
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,9 @@ def summarize_run(run_directory: Path, target_entropy: float) -> dict[str, float
 
     entropy_final, train_reward_final and length_final are means over the last tenth of the steps
     (at least one); entropy_in_band_fraction is the share of the last half within 25% of
-    target_entropy;
-    weight_last_half is the mean of STARE's W over that half, whose distance to loss.w_max is its
-    reserve, and gate_open_fraction the share of it with the gate open (None without STARE).
+    target_entropy; weight_last_half is the mean of STARE's W over that half, whose distance to
+    loss.w_max is its reserve, and gate_open_fraction the share of it with the gate open (None
+    without STARE).
     eval/<set>/pass_at_k, avg_at_k and k of each evaluation set are those of its last evaluation.
     Raises UserError where no step was logged.
     """

@@ -1,8 +1,8 @@
 """The runs of a page: directories of runs and comparisons, and what each is called.
 
 A run directory holds config.yaml and metrics.jsonl. A comparison directory holds summary.json
-(`runs`, `seeds`, and where known `command` and `caveats`) and one run per arm in
-seed<N>/<arm>/. One that is still training has the runs and config.yaml, and no summary yet.
+(`runs`, `seeds`, and where known `command` and `caveats`) and one run per arm in seed<N>/<arm>/.
+One that is still training has the runs and config.yaml, and no summary yet.
 """
 
 from __future__ import annotations

@@ -88,6 +88,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         watch()
 
 
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Cut the traceback off an exception that is a parameter and was raised: pytest keeps the
+    parameter to the end, and with it the test's process groups, whose threads wake 100 times a
+    second.
+    """
+    parameters = getattr(item, "callspec", None)
+    for value in parameters.params.values() if parameters else ():
+        if isinstance(value, BaseException):
+            value.__traceback__ = value.__context__ = value.__cause__ = None
+
+
 @pytest.fixture
 def topology() -> Iterator[Topology]:
     """One process, one group of each kind."""

@@ -23,6 +23,7 @@ T loss tokens of one rank's batch.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -34,7 +35,8 @@ from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss
 from megatron_stare.losses.settings import FIELDS, NonNegative
 from megatron_stare.losses.stare_gate import selection_metrics, sensitivity_metrics
-from megatron_stare.numerics.selection import Across, largest_per_segment
+from megatron_stare.numerics.selection import Across
+from megatron_stare.numerics.sequences import largest_per_sequence
 from megatron_stare.records import LossPlan, LossTokens
 
 
@@ -126,15 +128,13 @@ def select_top(
     """Mask of the most surprising share P of the tokens in `side_T`:
     over all ranks, or inside each local segment.
     """
+    k_of = functools.partial(chosen_count, top_p_ratio=top_p_ratio)
     surprisal, index = surprisal_T[side_T], index_T[side_T]
     if segment_T is None:
-        chosen = across.top_k(
-            surprisal, index, chosen_count(across.count(surprisal.numel()), top_p_ratio)
-        )
-    else:
-        chosen = largest_per_segment(
-            surprisal, index, segment_T[side_T], lambda n: chosen_count(n, top_p_ratio)
-        )
+        chosen = across.top_k(surprisal, index, k_of(across.count(surprisal.numel())))
+    else:  # a segment lies on one rank
+        names, segment = torch.unique(segment_T[side_T], return_inverse=True)
+        chosen = largest_per_sequence(surprisal, index, segment, len(names), k_of, Across())
     chosen_T = torch.zeros_like(side_T)
     chosen_T[side_T] = chosen
     return chosen_T

@@ -12,18 +12,16 @@ How it stays exact:
   total is rounded once. The result is the correctly rounded true sum, so it has the same bits
   whatever the layout (about 526 int64 on the wire).
 - order statistics come from radix selection. A float's bits, read as an order-preserving unsigned
-  integer, are fixed eleven at a time from the top; each round all-reduces a histogram of 2048
-  counts. The traffic is 3 rounds for fp32 and 6 for fp64 (16 KiB each) however many values there
-  are. Ties go to the smallest global index, found the same way.
+  integer, are fixed eight at a time from the top; each round all-reduces a histogram of 256 counts
+  per segment. The traffic is 4 rounds for fp32 and 8 for fp64 (2 KiB each) however many values
+  there are. Ties go to the smallest global index, found the same way.
 
-Shape legend: T values of this rank (0 is allowed), C candidates still in the running.
+Shape legend: T values of this rank (0 is allowed), C candidates still in the running, G segments of
+values (sequences), each selected from on its own, D values of a digit.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +30,8 @@ from torch import Tensor
 
 from megatron_stare.numerics.transfer import to_device
 
-DIGIT_BITS = 11
-DIGIT_COUNT = 1 << DIGIT_BITS
+_DIGIT_BITS = 8  # of a key, fixed in one round of the radix selection
+_NO_INDEX = -(1 << 62)  # below every index
 
 _SUM_BIN_EXPONENTS = 8
 _SUM_BIN_COUNT = 264
@@ -122,19 +120,24 @@ class Across:
         """
         if not 0.0 <= q <= 1.0:
             raise ValueError(f"quantile: q must lie in [0, 1], got {q}")
-        total = _required(self._agree(value_T, argument=_bits_of(q)), "quantile")
-        position = q * (total - 1)
-        below = min(int(position), total - 1)
-        fraction = position - below
-        key_T = ordered_key(value_T)
-        key, above_count, _ = self._kth_largest(key_T, key_bits(value_T), total - below)
-        lower = float(values_of_keys(torch.tensor(key), value_T.dtype))
-        not_above = total - above_count
-        if fraction == 0.0 or not_above > below + 1:
-            return lower
-        upper_T = value_T[value_T > lower]
-        upper = float(self._reduced(_extreme(upper_T, largest=False), dist.ReduceOp.MIN))
-        return lower if math.isinf(lower) else lower + fraction * (upper - lower)
+        _required(self._agree(value_T, argument=_bits_of(q)), "quantile")
+        return float(self.quantiles(value_T, _one_segment(value_T), q, 1))
+
+    def quantiles(self, value_T: Tensor, segment_T: Tensor, q: float, size: int) -> Tensor:
+        """[size]: the q-quantile [fp64] of the values of each segment, 0 <= segment < `size`; any
+        number where a segment has no value. The values hold no NaN.
+        """
+        last_G = (self.counts(segment_T, size) - 1).clamp(min=0)
+        position_G = q * last_G.double()
+        below_G = position_G.long()
+        key_T, bits = ordered_key(value_T), key_bits(value_T)
+        lower_G, upper_G = (
+            values_of_keys(self._kth_smallest(key_T, bits, segment_T, k_G)[0], value_T.dtype)
+            for k_G in (below_G, torch.minimum(below_G + 1, last_G))
+        )
+        lower_G, fraction_G = lower_G.double(), position_G - below_G
+        found_G = lower_G + fraction_G * (upper_G.double() - lower_G)
+        return torch.where((fraction_G == 0) | torch.isinf(lower_G), lower_G, found_G)
 
     def top_k(self, value_T: Tensor, index_T: Tensor, k: int) -> Tensor:
         """bool mask_T of the min(k, n) largest values over all ranks, by (value descending,
@@ -147,65 +150,74 @@ class Across:
         """
         total = self._agree(value_T, index_T, argument=int(k))
         wanted = max(0, min(int(k), total))
-        if wanted == 0:
-            return torch.zeros_like(value_T, dtype=torch.bool)
-        if wanted == total:
-            return torch.ones_like(value_T, dtype=torch.bool)
-        key_T = ordered_key(value_T)
-        key, above_count, tie_count = self._kth_largest(key_T, key_bits(value_T), wanted)
-        mask_T = _unsigned_greater(key_T, key)
-        missing = wanted - above_count
-        tied_T = key_T == key
-        if missing == tie_count:
-            return mask_T | tied_T
-        last_index = self._kth_smallest_index(index_T[tied_T], missing)
-        return mask_T | (tied_T & (index_T <= last_index))
+        if wanted in (0, total):
+            return torch.full_like(value_T, wanted > 0, dtype=torch.bool)
+        k_G = to_device([wanted], value_T.device)
+        return self.largest(value_T, index_T, _one_segment(value_T), k_G)
 
-    def _kth_largest(self, key_T: Tensor, key_bits: int, k: int) -> tuple[int, int, int]:
-        """The k-th largest key (1-based), how many keys are larger, how many are equal:
-        globally.
+    def largest(self, value_T: Tensor, index_T: Tensor, segment_T: Tensor, k_G: Tensor) -> Tensor:
+        """bool mask_T of the `k_G` largest values of each segment over all ranks, in the order of
+        `top_k`; k_G is at most the number of the segment's values, which hold no NaN. Raises
+        ValueError, on every rank, for indices that repeat where a tie must be broken.
         """
-        candidate_C, key, larger, equal = key_T, 0, 0, 0
-        for low, width in _digits(key_bits):
-            digit_C = (candidate_C >> low) & ((1 << width) - 1)
-            histogram = self._histogram(digit_C)
-            at_least = histogram.flip(0).cumsum(0).flip(0)
-            digit = int(torch.nonzero(at_least >= k - larger)[-1])
-            equal = int(histogram[digit])
-            larger += int(at_least[digit]) - equal
-            key |= digit << low
-            candidate_C = candidate_C[digit_C == digit]
-        return _as_int64(key), larger, equal
+        key_T = ordered_key(-value_T)  # ascending
+        last_G, any_G = (k_G - 1).clamp(min=0), k_G > 0
+        edge_G, place_G, tied_G = self._kth_smallest(key_T, key_bits(value_T), segment_T, last_G)
+        edge_T = edge_G[segment_T]
+        # unsigned: keys of fp64 fill the sign bit
+        lowest = torch.iinfo(torch.int64).min
+        inside_T, tied_T = (key_T ^ lowest) < (edge_T ^ lowest), key_T == edge_T
+        if bool(((place_G + 1 < tied_G) & any_G).any()):
+            last_index_G = self._kth_index(index_T[tied_T], segment_T[tied_T], place_G, any_G)
+            tied_T &= index_T <= last_index_G[segment_T]
+        return (inside_T | tied_T) & any_G[segment_T]
 
-    def _kth_smallest_index(self, index_C: Tensor, k: int) -> int:
-        """The k-th smallest (1-based) of the tied global indices.
-        ValueError if it is not unique.
+    def counts(self, key_T: Tensor, size: int) -> Tensor:
+        """[size]: the global number of values with each key, 0 <= key < `size`."""
+        local = torch.bincount(key_T, minlength=size)
+        return self._reduced(local, dist.ReduceOp.SUM).to(key_T.device)
+
+    def _kth_smallest(
+        self, key_C: Tensor, bits: int, segment_C: Tensor, k_G: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The k-th smallest (from 0) key of each segment, read as unsigned; k less the number of
+        smaller keys; and the number of equal keys, 0 where a segment has none.
         """
-        outer = torch.stack(
-            [_outermost(index_C, largest=True), -_outermost(index_C, largest=False)]
-        )
-        largest, negated_smallest = self._reduced(outer, dist.ReduceOp.MAX).tolist()
-        smallest = -negated_smallest
-        candidate_C, offset, smaller, equal = index_C - smallest, 0, 0, 0
-        for low, width in _digits(max(1, (largest - smallest).bit_length())):
-            digit_C = (candidate_C >> low) & ((1 << width) - 1)
-            histogram = self._histogram(digit_C)
-            at_most = histogram.cumsum(0)
-            digit = int(torch.nonzero(at_most >= k - smaller)[0])
-            equal = int(histogram[digit])
-            smaller += int(at_most[digit]) - equal
-            offset |= digit << low
-            candidate_C = candidate_C[digit_C == digit]
-        if equal != 1:
-            raise ValueError(
-                f"top_k: global index {smallest + offset} occurs {equal} times among tied values; "
-                "it must be unique"
+        size, width = k_G.numel(), 1 << _DIGIT_BITS
+        left_G, found_G, equal_G = k_G, torch.zeros_like(k_G), torch.zeros_like(k_G)
+        for low in reversed(range(0, bits, _DIGIT_BITS)):
+            digit_C = (key_C >> low) & (width - 1)
+            count_GD = self.counts(segment_C * width + digit_C, size * width).view(size, width)
+            at_most_GD = count_GD.cumsum(1)
+            digit_G = (at_most_GD <= left_G[:, None]).sum(1).clamp(max=width - 1)
+            equal_G, at_most_G = (
+                table_GD.gather(1, digit_G[:, None]).squeeze(1)
+                for table_GD in (count_GD, at_most_GD)
             )
-        return smallest + offset
+            left_G = left_G - (at_most_G - equal_G)
+            found_G = found_G | (digit_G << low)
+            kept_C = digit_C == digit_G[segment_C]
+            key_C, segment_C = key_C[kept_C], segment_C[kept_C]
+        return found_G, left_G, equal_G
 
-    def _histogram(self, digit_C: Tensor) -> Tensor:
-        local = torch.bincount(digit_C, minlength=DIGIT_COUNT)
-        return self._reduced(local, dist.ReduceOp.SUM).cpu()
+    def _kth_index(self, index_C: Tensor, segment_C: Tensor, k_G: Tensor, any_G: Tensor) -> Tensor:
+        """The k-th smallest (from 0) of the tied global indices of each segment. ValueError where
+        it is not unique in a segment of `any_G`.
+        """
+        span = torch.full((2,), _NO_INDEX, dtype=torch.int64, device=index_C.device)
+        if index_C.numel():
+            span = torch.stack([index_C.max(), -index_C.min()])
+        largest, negated_smallest = self._reduced(span, dist.ReduceOp.MAX).tolist()
+        bits = max(1, (largest + negated_smallest).bit_length())
+        found_G, _, equal_G = self._kth_smallest(index_C + negated_smallest, bits, segment_C, k_G)
+        found_G = found_G - negated_smallest
+        repeated_G = any_G & (equal_G > 1)
+        if bool(repeated_G.any()):
+            raise ValueError(
+                f"top_k: global index {int(found_G[repeated_G][0])} occurs "
+                f"{int(equal_G[repeated_G][0])} times among tied values; it must be unique"
+            )
+        return found_G
 
     def _exact_sum(self, value_T: Tensor) -> float:
         """Correctly rounded global sum of finite values (module docstring, first point)."""
@@ -274,40 +286,6 @@ class Across:
         return tensor
 
 
-def largest_per_segment(
-    value_T: Tensor, index_T: Tensor, segment_T: Tensor, k_of: Callable[[int], int]
-) -> Tensor:
-    """bool mask_T of the k_of(n) largest values inside every local segment of n values.
-
-    Order inside a segment: value descending, then `index_T` ascending; segments need not be
-    contiguous. No collective:
-    a segment (sequence, micro-batch) lies on one rank. Raises ValueError for NaN and for lengths
-    that differ.
-    """
-    if not value_T.shape == index_T.shape == segment_T.shape or value_T.dim() != 1:
-        raise ValueError(
-            f"largest_per_segment: value_T {tuple(value_T.shape)}, index_T {tuple(index_T.shape)} "
-            f"and segment_T {tuple(segment_T.shape)} must be equally long vectors"
-        )
-    nan_T = torch.isnan(value_T)
-    if nan_T.any():
-        raise ValueError(
-            f"largest_per_segment: value_T holds NaN at position {int(nan_T.nonzero()[0])}"
-        )
-    order_T = torch.argsort(index_T, stable=True)
-    order_T = order_T[torch.argsort(value_T[order_T], descending=True, stable=True)]
-    order_T = order_T[torch.argsort(segment_T[order_T], stable=True)]
-    _, length_G = torch.unique_consecutive(segment_T[order_T], return_counts=True)
-    chosen_G = torch.tensor(
-        [k_of(length) for length in length_G.tolist()], dtype=torch.int64, device=value_T.device
-    )
-    place_T = torch.arange(value_T.numel(), device=value_T.device)
-    place_T = place_T - torch.repeat_interleave(length_G.cumsum(0) - length_G, length_G)
-    mask_T = torch.zeros_like(value_T, dtype=torch.bool)
-    mask_T[order_T] = place_T < torch.repeat_interleave(chosen_G, length_G)
-    return mask_T
-
-
 def _required(divisor: int, name: str) -> int:
     if divisor <= 0:
         raise ValueError(f"{name}: too few values on all ranks together for it to exist")
@@ -350,12 +328,8 @@ def _extreme(value_T: Tensor, largest: bool) -> Tensor:
     return (value_T.max() if largest else value_T.min()).double().reshape(1)
 
 
-def _outermost(index_C: Tensor, largest: bool) -> Tensor:
-    """int64 scalar: local largest or smallest index; a neutral value where this rank has none."""
-    if index_C.numel() == 0:
-        neutral = -(1 << 62) if largest else 1 << 62
-        return torch.tensor(neutral, dtype=torch.int64, device=index_C.device)
-    return index_C.max() if largest else index_C.min()
+def _one_segment(value_T: Tensor) -> Tensor:
+    return torch.zeros_like(value_T, dtype=torch.int64)
 
 
 def key_bits(value_T: Tensor) -> int:
@@ -380,22 +354,6 @@ def values_of_keys(key_G: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.where(key_G >= 0, ~key_G, key_G ^ torch.iinfo(torch.int64).min).view(dtype)
     bits_G = torch.where(key_G >= 1 << 31, key_G - (1 << 31), 0xFFFFFFFF - key_G)
     return bits_G.to(torch.int32).view(torch.float32)
-
-
-def _unsigned_greater(key_T: Tensor, key: int) -> Tensor:
-    lowest = torch.iinfo(torch.int64).min
-    return (key_T ^ lowest) > (key ^ lowest)
-
-
-def _as_int64(bits: int, width: int = 64) -> int:
-    """A `width`-bit pattern read as a signed integer."""
-    return bits - (1 << width) if bits >= 1 << (width - 1) else bits
-
-
-def _digits(bits: int) -> list[tuple[int, int]]:
-    """(lowest bit, width) of every digit, from the top."""
-    edges = [*range(0, bits, DIGIT_BITS), bits]
-    return [(low, high - low) for low, high in itertools.pairwise(edges)][::-1]
 
 
 def _bits_of(number: float) -> int:

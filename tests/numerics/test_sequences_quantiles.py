@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_stare.numerics.selection import Across
@@ -120,3 +122,28 @@ def test_refused() -> None:
         sequence_quantile(torch.ones(2), one, 1.5, 1, Across())
     with pytest.raises(ValueError, match="largest_per_sequence: NaN among the values of 1 tokens"):
         largest_per_sequence(torch.tensor([1.0, math.nan]), one, one, 1, fifth, Across())
+
+
+TIED = st.sampled_from([-math.inf, -2.0, -1e-40, -0.0, 0.0, 1e-40, 1.5, 7.0, math.inf])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(TIED, st.integers(0, 5)), max_size=40),
+    st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    st.randoms(),
+)
+def test_the_largest_with_ties_and_infinities(
+    pairs: list[tuple[float, int]], portion: float, random: Any
+) -> None:
+    values, sequences = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    indices = random.sample(range(1000), len(pairs))
+
+    def k_of(n: int) -> int:
+        return math.ceil(n * portion)
+
+    index, value = torch.tensor(indices, dtype=torch.long), torch.tensor(values)
+    sequence = torch.tensor(sequences, dtype=torch.long)
+    mask = largest_per_sequence(value, index, sequence, 6, k_of, Across())
+    expected = reference.top_k_per_segment(value.tolist(), indices, sequences, k_of)
+    assert set(index[mask].tolist()) == expected

@@ -16,7 +16,7 @@ from torch import Tensor
 def token_statistics(
     hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, temperature: float | Tensor = 1.0
 ) -> dict[str, Tensor]:
-    """surprisal, entropy, variance, sum_p2, c, sensitivity of each row; differentiable by autograd;
+    """surprisal, entropy, variance, c, sensitivity of each row; differentiable by autograd;
     V is the true vocabulary.
     """
     temperature_N = torch.as_tensor(temperature, dtype=torch.float64).expand(hidden_NH.shape[0])
@@ -37,7 +37,6 @@ def token_statistics(
             probability_NV * (surprisal_NV - entropy_N.unsqueeze(1)).square(),
             0.0,
         ).sum(1),
-        "sum_p2": probability_NV.square().sum(1),
         "c": c_N,
         "sensitivity": torch.exp(-surprisal_N) * (surprisal_N - entropy_N) - c_N,
     }

@@ -4,7 +4,7 @@ from hidden states and one shard of the vocabulary.
 For row n with tempered logits x = W h / T, p = softmax(x) and target a:
     surprisal   s = -ln p_a                          entropy   H = -sum_j p_j ln p_j
                 [nats]
-    collision   sum p^2 and c = sum_j p_j^2 (s_j - H)
+    collision   c = sum_j p_j^2 (s_j - H)
     variance    Var s = sum_j p_j (s_j - H)^2, so that the s of sampled tokens lie around H by it
     sensitivity g = p_a (s - H) - c                  dH = eta A g for a logit step eta A (e_a - p)
     kept mass   ln of the sum of p_j over p_j >= kappa max p, inf if p_a is below it      [nats]
@@ -68,7 +68,6 @@ class TokenStats:
     surprisal_N: Tensor
     entropy_N: Tensor
     variance_N: Tensor
-    sum_p2_N: Tensor | None = None
     c_N: Tensor | None = None
     log_kept_mass_N: Tensor | None = None
 
@@ -176,7 +175,6 @@ class _TokenStats(torch.autograd.Function):
             _joined(hidden_NH, [getattr(block, name) for block in blocks]) if wanted else None
             for name, wanted in (
                 ("variance_n", True),
-                ("sum_p2_n", call.collision),
                 ("c_n", call.collision),
                 ("log_kept_mass_n", call.kappa > 0),
             )

@@ -8,7 +8,7 @@ over the columns at hand. Two such sums over different columns combine by shifti
 maximum, so tiles of one rank and shards of all ranks are merged by one function. Then
     surprisal s = ln S0 - (x_a - m)        entropy H = ln S0 - S1/S0
     variance of s under p: S2/S0 - (S1/S0)^2
-    sum p^2 = Q0/S0^2                      c = sum p^2 (s_j - H) = (S1 Q0/S0 - Q1)/S0^2
+    c = sum p^2 (s_j - H) = (S1 Q0/S0 - Q1)/S0^2
     ds/dx_j = p_j - 1[j = a]               dH/dx_j = p_j (S1/S0 - y_j)
 
 CUDA tensors (fp32 and narrower) go through the Triton kernels of `vocab_kernels`; everything else
@@ -199,13 +199,12 @@ def finish_kept(
 
 
 class RowStatistics(NamedTuple):
-    """Per row, over the whole vocabulary; the last three are None unless they are asked for."""
+    """Per row, over the whole vocabulary; the last two are None unless they are asked for."""
 
     surprisal_n: Tensor
     entropy_n: Tensor
     moments: RowMoments
     variance_n: Tensor  # of the surprisal, under the row's own distribution
-    sum_p2_n: Tensor | None
     c_n: Tensor | None
     log_kept_mass_n: Tensor | None = None
 
@@ -227,11 +226,10 @@ def finish(
         total_nF[:, field].double() for field in (MAXIMUM, S0, S1, TARGET)
     )
     log_n, mean_n = s0_n.log(), s1_n / s0_n
-    sum_p2_n = c_n = None
+    c_n = None
     if total_nF.shape[1] == FIELDS_WITH_COLLISION:
         sum_p2_n = total_nF[:, Q0].double() / s0_n.square()
         c_n = (mean_n * sum_p2_n - total_nF[:, Q1].double() / s0_n.square()).to(total_nF.dtype)
-        sum_p2_n = sum_p2_n.to(total_nF.dtype)
     dtype = total_nF.dtype
     return RowStatistics(
         surprisal_n=(log_n - (target_n - maximum_n)).to(dtype),
@@ -240,7 +238,6 @@ def finish(
             total_nF[:, MAXIMUM].contiguous(), total_nF[:, S0].contiguous(), mean_n.to(dtype)
         ),
         variance_n=(total_nF[:, S2].double() / s0_n - mean_n.square()).clamp(min=0.0).to(dtype),
-        sum_p2_n=sum_p2_n,
         c_n=c_n,
     )
 

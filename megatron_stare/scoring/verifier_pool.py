@@ -1,13 +1,13 @@
 """A pool of verifier processes with hard deadlines.
 
-Each verifier process has a thread here that starts it, sends it chunks of samples and receives the
-verdicts one by one. If a verdict does not come within the deadline, or the process dies, the
+Each verifier process has a thread here that starts it, sends it one call after the other and
+receives the verdicts. If a verdict does not come within the deadline, or the process dies, the
 process is killed and counted, and the sample is tried once more in a new one; then it is
 unverifiable. There is no second try if the verifier set a provisional verdict
 (`verdict.provisionally`) and the response itself used up time or memory: that verdict holds, so a
 response gains nothing by being a bomb. A crash, and a process that got no processor time, are
-faults of the machine. The rest of the chunk continues. The first sample starts the processes. They
-end with `close`, or with this process, also if it is killed.
+faults of the machine. The first sample starts the processes. They end with `close`, or with this
+process, also if it is killed.
 
 The thread that started a process must outlive it: PR_SET_PDEATHSIG is sent when that thread ends.
 
@@ -35,9 +35,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,6 @@ from megatron_stare.system import end_with_parent
 
 Spec = tuple[str, dict[str, Any]]  # dotted path of a verifier, and its settings
 
-_MAX_CHUNK = 32
 _ATTEMPTS = 2
 _STARTS = 3  # of a process that a signal ends before its first sample
 # A verifier that computed for a smaller part of its deadline was kept from working by others.
@@ -73,11 +72,13 @@ _BOOT = (
 class _Fault(Exception):
     """The process did not answer, for the reason given. `exhausted`: for want of time or memory,
     not by a crash. `signalled`: a signal ended it, as where the machine's memory runs out.
+    `provisional`: the verdict that holds without another attempt.
     """
 
     def __init__(self, reason: str, exhausted: bool = False) -> None:
         super().__init__(reason)
         self.exhausted, self.signalled = exhausted, False
+        self.provisional: Verdict | None = None
 
 
 class VerifierPool:
@@ -99,10 +100,10 @@ class VerifierPool:
         self.specs, self.processes = dict(specs), processes
         self.deadline, self.memory_mib = deadline, memory_mib
         self.setting = setting and f"; {setting} sets this limit"
-        self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self.closing = threading.Event()
         self._lock = threading.Lock()
         self._keepers: list[_ProcessKeeper] = []
-        self._closed = False
         self.failure = ""  # why no process can work; nothing is tried again
 
     def judge(self, name: str, samples: Sequence[Sample], grouped: bool = False) -> list[Verdict]:
@@ -112,28 +113,21 @@ class VerifierPool:
         """
         if not samples:
             return []
-        calls = [
-            _Call(places, [samples[place].judged for place in places])
-            for places in groups_of(samples, grouped)
-        ]
-        size = max(1, min(_MAX_CHUNK, len(calls) // (4 * self.processes)))
-        verdicts: list[Verdict | None] = [None] * len(samples)
-        done = threading.Semaphore(0)
-        chunks = [
-            _Chunk(name, calls[start : start + size], verdicts, done)
-            for start in range(0, len(calls), size)
-        ]
+        groups = groups_of(samples, grouped)
+        calls = [_Call(name, [samples[place].judged for place in places]) for places in groups]
         with self._lock:
             self._start()
-            for chunk in chunks:
-                self._chunks.put(chunk)
-        for _ in chunks:
-            done.acquire()
+            for call in calls:
+                self.calls.put(call)
+        answers = [call.verdicts.result() for call in calls]
         if self.failure:
             raise _user_error(
                 f"the verifier processes of {', '.join(self.specs)} do not work: {self.failure}"
             )
-        return [verdict for verdict in verdicts if verdict is not None]
+        verdicts: dict[int, Verdict] = {}
+        for places, found in zip(groups, answers, strict=True):
+            verdicts |= zip(places, found, strict=True)
+        return [verdicts[place] for place in range(len(samples))]
 
     def pids(self) -> list[int]:
         """The ids of the processes that are running."""
@@ -144,10 +138,9 @@ class VerifierPool:
         unverifiable.
         """
         with self._lock:
-            self._closed = True
-            for keeper in self._keepers:
-                keeper.closing.set()
-                self._chunks.put(None)
+            self.closing.set()
+            for _ in self._keepers:
+                self.calls.put(None)
             for keeper in self._keepers:
                 worker = keeper.worker
                 if worker is not None:
@@ -157,88 +150,63 @@ class VerifierPool:
             self._keepers = []
 
     def _start(self) -> None:
-        if self._closed:
+        if self.closing.is_set():
             raise RuntimeError("this verifier pool has been closed")
         while len(self._keepers) < self.processes:
-            keeper = _ProcessKeeper(self, self._chunks)
+            keeper = _ProcessKeeper(self)
             keeper.start()
             self._keepers.append(keeper)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The samples of one call of a verifier, and their places."""
-
-    places: list[int]
-    samples: list[Judged]
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Neighbouring calls, and where their verdicts go."""
+    """One call of a verifier. `verdicts`: one for each sample; none if no process can work."""
 
     name: str
-    calls: list[_Call]
-    verdicts: list[Verdict | None]
-    done: threading.Semaphore
-
-    def put(self, call: _Call, verdicts: Sequence[Verdict], kills: int) -> None:
-        """Store a call's verdicts. Its first sample has the processes that the call cost."""
-        for place, verdict in zip(call.places, verdicts, strict=True):
-            self.verdicts[place] = dataclasses.replace(verdict, kills=kills)
-            kills = 0
+    samples: list[Judged]
+    verdicts: Future[list[Verdict]] = field(default_factory=Future)
 
 
 class _ProcessKeeper(threading.Thread):
     """The thread of one verifier process: starts it, sends it samples, ends it."""
 
-    def __init__(self, pool: VerifierPool, chunks: queue.SimpleQueue[_Chunk | None]) -> None:
+    def __init__(self, pool: VerifierPool) -> None:
         super().__init__(name="verifier", daemon=True)
-        self.pool, self.chunks = pool, chunks
+        self.pool = pool
         self.worker: _VerifierProcess | None = None
-        self.closing = threading.Event()
 
     def run(self) -> None:
-        while (chunk := self.chunks.get()) is not None:
+        while (call := self.pool.calls.get()) is not None:
+            verdicts: list[Verdict] = []
             try:
                 if not self.pool.failure:
-                    self._work(chunk)
-            except (
-                Exception
-            ) as error:  # a process that cannot start, metadata that cannot be pickled
+                    verdicts = self._judged(call)
+            except Exception as error:  # no process can start, or metadata cannot be pickled
                 self.pool.failure = str(error) or type(error).__name__
-            finally:
-                chunk.done.release()
+            call.verdicts.set_result(verdicts)
         self._end_process()
 
-    def _work(self, chunk: _Chunk) -> None:
-        waiting, kills, reason = deque(chunk.calls), 0, ""
-        while waiting:
-            if self.closing.is_set() or kills == _ATTEMPTS:
-                why = "the verifier pool was closed" if self.closing.is_set() else reason
-                call = waiting.popleft()
-                chunk.put(call, [unverifiable(why)] * len(call.places), kills)
-                kills = 0
-                continue
+    def _judged(self, call: _Call) -> list[Verdict]:
+        """The verdicts of a call. Its first sample has the processes that the call cost."""
+        size, kills = len(call.samples), 0
+        verdicts: list[Verdict] = []
+        while not verdicts and not self.pool.closing.is_set():
             try:
                 if self.worker is None:
                     self.worker = self._begun()
-                if self.closing.is_set():
-                    continue
-                self.worker.send((chunk.name, [call.samples for call in waiting]))
-                while waiting and not self.closing.is_set():
-                    size = len(waiting[0].places)
-                    verdicts = self.worker.verdicts(self.pool.deadline * size, size)
-                    kills += verdicts[0].kills
-                    chunk.put(waiting.popleft(), verdicts, kills)
-                    kills = 0
-                    if verdicts[0].kills:
-                        self._end_process()
-                        break
+                if self.pool.closing.is_set():
+                    break
+                self.worker.send((call.name, call.samples))
+                verdicts = self.worker.verdicts(self.pool.deadline * size, size)
             except _Fault as fault:
-                kills += 1  # answers come in order, so the first waiting call caused it
-                reason = str(fault)
                 self._end_process()
+                kills += 1
+                if fault.provisional is not None:
+                    verdicts = [dataclasses.replace(fault.provisional, reason=str(fault))] * size
+                elif kills == _ATTEMPTS:
+                    verdicts = [unverifiable(str(fault))] * size
+        first, *others = verdicts or [unverifiable("the verifier pool was closed")] * size
+        return [dataclasses.replace(first, kills=kills), *others]
 
     def _begun(self) -> _VerifierProcess:
         """A process that has loaded the verifiers. UserError: it cannot."""
@@ -246,7 +214,7 @@ class _ProcessKeeper(threading.Thread):
             try:
                 return _VerifierProcess(self.pool)
             except _Fault as fault:
-                if fault.signalled and start < _STARTS and not self.closing.is_set():
+                if fault.signalled and start < _STARTS and not self.pool.closing.is_set():
                     continue
                 low = "; raise scoring.verifier_memory_mib if it is low"
                 hint = low if self.pool.memory_mib else ""
@@ -334,10 +302,9 @@ class _VerifierProcess:
         return found
 
     def verdicts(self, deadline: float, size: int) -> list[Verdict]:
-        """The verdicts of the next call, of `size` samples. If the response itself used up time or
-        memory before they came: the provisional verdict, with the kill that it costs. _Fault
-        otherwise. A process that waits for a processor most of the time has up to _LONGEST
-        deadlines.
+        """The verdicts of a call of `size` samples. _Fault: none came; with the provisional verdict
+        if the response itself used up time or memory. A process that waits for a processor most of
+        the time has up to _LONGEST deadlines.
         """
         end, used = time.monotonic() + deadline, self._processor_seconds()
         further = _LONGEST - 1  # deadlines
@@ -352,9 +319,9 @@ class _VerifierProcess:
                 if starved and further and (self._is_runnable() or self.connection.poll()):
                     end, further = end + deadline, further - 1
                     continue
-                if provisional is None or not fault.exhausted or starved:
-                    raise
-                return [dataclasses.replace(provisional, reason=str(fault), kills=1)] * size
+                if fault.exhausted and not starved:
+                    fault.provisional = provisional
+                raise
             if isinstance(message, list):
                 return message
             (provisional,) = message
@@ -416,9 +383,8 @@ def main(descriptor: int, parent: int, memory_mib: int) -> None:
         connection.send((READY, ""))
         announce_with(lambda verdict: connection.send((verdict,)))
         while True:
-            name, calls = connection.recv()
-            for samples in calls:
-                connection.send(_judge(verifiers[name], samples))
+            name, samples = connection.recv()
+            connection.send(_judge(verifiers[name], samples))
     except (EOFError, OSError):
         return  # the pool has closed
     except MemoryError:
@@ -444,9 +410,7 @@ def _judge(verifier: Called, samples: Sequence[Judged]) -> list[Verdict]:
         return [as_verdict(result) for result in verifier(samples)]
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
-    except (
-        Exception
-    ) as error:  # the verifier's own fault: this call is unverifiable, the next one may be fine
+    except Exception as error:  # the verifier's own fault, of this call alone
         return [unverifiable(printable(f"{type(error).__name__}: {error}"))] * len(samples)
 
 

@@ -80,7 +80,7 @@ def pooled(samples: list[Sample], *settings: str) -> list[Verdict]:
 
 
 def test_a_group_stays_whole_in_the_processes() -> None:
-    """The same with more groups than a chunk takes."""
+    """The same with more groups than processes."""
     many = [Sample(f"{'x' * n}", str(p), {}, "one") for n in range(3) for p in range(300)]
     found = [one.value for one in pooled(many)]
     assert found == [0.0] * 600 + [1.0] * 300

@@ -170,7 +170,7 @@ def test_a_process_that_never_gets_a_processor_is_given_up(
     assert len(looks) <= 2 * (1 + 5), "two attempts, a look before each and at five deadlines"
 
 
-def test_a_whole_chunk_of_faults_is_judged_one_by_one() -> None:
+def test_many_faults_are_judged_one_by_one() -> None:
     with pool_of(processes=1) as pool:
         verdicts = obey(pool, *["exit", "right"] * 6)
         assert [verdict.verdict for verdict in verdicts] == ["unverifiable", "correct"] * 6

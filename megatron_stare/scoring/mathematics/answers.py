@@ -311,9 +311,7 @@ def _read(text: str) -> Any:
         )
     except _RESOURCES:
         raise
-    except (
-        Exception
-    ):  # the parser's own errors are of many kinds, and say only that this is not a formula
+    except Exception:  # of many kinds; they say only that this is not a formula
         return None
 
 

@@ -8,7 +8,6 @@ computed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from megatron_stare.scoring.mathematics.numbers import spelled_out
 
@@ -82,11 +81,9 @@ def _bare(text: str) -> str:
     return _FRACTIONAL_POWER.sub(r"\\sqrt ", bare)
 
 
-def _variables(text: str) -> Iterator[str]:
+def _variables(text: str) -> set[str]:
     """Letters that are no command's, except for e and i."""
-    for letter in re.findall(r"[^\W\d_]", _COMMAND.sub(" ", text)):
-        if letter not in "ei":
-            yield letter
+    return set(re.findall(r"[^\W\d_]", _COMMAND.sub(" ", text))) - {"e", "i"}
 
 
 def _too_high(text: str) -> bool:

@@ -20,13 +20,14 @@ def extract(response: str, extraction: str, tag: str = "answer") -> str | None:
     """
     finders = {
         "boxed": last_boxed,
-        "answer": last_answer_line,
         "tag": lambda text: last_tag(text, tag),
+        "answer": last_answer_line,
     }
-    for name in ("boxed", "tag", "answer") if extraction == "any" else (extraction,):
+    for name in finders if extraction == "any" else (extraction,):
         found = finders[name](response)
         if found is not None and name != "boxed":
-            found = _opened(found)
+            boxed = last_boxed(found)
+            found = found if boxed is None else boxed
         if found is not None and found.strip():
             return found.strip()
     return None
@@ -73,13 +74,8 @@ def last_answer_line(text: str) -> str | None:
     """The text after the colon of the last line that begins with "Answer:" (also "Final answer:",
     "**Answer:**").
     """
-    found = None
-    for match in _ANSWER_LINE.finditer(text):
-        found = match.group(1)
-    if found is None:
-        return None
-    found = found.strip().strip("*_").strip()
-    return found[:-1] if found.endswith(".") else found
+    found = _ANSWER_LINE.findall(text)
+    return found[-1].strip().strip("*_").strip().removesuffix(".") if found else None
 
 
 def last_tag(text: str, tag: str) -> str | None:
@@ -87,11 +83,6 @@ def last_tag(text: str, tag: str) -> str | None:
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return None if end < 0 or start < 0 else text[start + len(tag) + 2 : end]
-
-
-def _opened(answer: str) -> str:
-    boxed = last_boxed(answer)
-    return answer if boxed is None else boxed
 
 
 def closing_brace(text: str, opening: int) -> int | None:

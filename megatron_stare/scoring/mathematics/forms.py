@@ -132,17 +132,8 @@ _CONJUNCTION = re.compile(r"\\text\s*\{\s*(?:and|or)\s*\}|\s(?:and|or)\s")
 _HALF_DAY = re.compile(r"(?<=:\d\d)\s*([aApP])\.?\s?[mM]\b\.?")
 _BASE = re.compile(r"([0-9A-Za-z]+)_(?:\{(\d+)\}|(\d+))")
 _BASE_NAMES = (
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
+    *("two", "three", "four", "five", "six", "seven"),
+    *("eight", "nine", "ten", "eleven", "twelve"),
 )
 _BASE_WORD = re.compile(rf"_\{{?\s*\\text\s*\{{\s*({'|'.join(_BASE_NAMES)})\s*\}}\s*\}}?")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' \-]*")
@@ -347,12 +338,11 @@ def _elements(text: str) -> list[str]:
         return [text]
     items = []
     for item in _split(_CONJUNCTION.sub(",", text), ","):
-        pieces = re.split(r"\\pm(?![a-zA-Z])", item)
-        items += (
-            [f"{pieces[0]}{sign}{pieces[1]}".strip() for sign in "+-"]
-            if len(pieces) == 2
-            else [item]
-        )
+        match re.split(r"\\pm(?![a-zA-Z])", item):
+            case [before, after]:
+                items += [f"{before}{sign}{after}".strip() for sign in "+-"]
+            case _:
+                items.append(item)
     named = _named(items)
     if len(items) > 1 and len(named) == len(items) and len({name for name, _ in named}) == 1:
         return [value for _, value in named]

@@ -15,7 +15,7 @@ from fractions import Fraction
 MAX_DIGITS = 4000
 THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?![\d,])")
 _INTEGER = r"(?:\{([+-]?\d+)\}|([+-]?\d+))"
-_PLAIN = re.compile(r"([+-]?)(\d*)\.?(\d*)")
+_DECIMAL = re.compile(r"([+-]?)(\d*)(?:\.(\d*))?(?:[eE]" + _INTEGER + ")?")
 _FRACTION = re.compile(r"([+-]?)(\d*)\\frac(?:\{([+-]?\d+)\}|(\d))(?:\{(\d+)\}|(\d))")
 _SLASH = re.compile(r"([+-]?\d+)[/:](\d+)")
 _MIXED = re.compile(r"([+-]?) ?(\d+) +(\d+) ?/ ?(\d+)")
@@ -24,7 +24,6 @@ _REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\(?:overline|bar|dot)(?:\{(\d+)\}|
 _SCIENTIFIC = re.compile(
     r"([+-]?)(?:(\d*)(?:\.(\d*))?(?:\\times|\\cdot|\*|x))?\{?10\}?(?:\^|\*\*)" + _INTEGER
 )
-_E_NOTATION = re.compile(r"([+-]?)(\d*)(?:\.(\d*))?[eE]" + _INTEGER)
 _POWER = re.compile(r"([+-]?)(\d+)(?:\^|\*\*)" + _INTEGER)
 
 
@@ -83,11 +82,18 @@ def spelled_out(text: str) -> str:
     )
 
 
-def _plain(bare: str) -> PlainNumber | None:
-    match = _PLAIN.fullmatch(bare)
-    if not match or not (match[2] or match[3]):
+def _decimal(bare: str) -> PlainNumber | None:
+    match = _DECIMAL.fullmatch(bare) or _SCIENTIFIC.fullmatch(bare)
+    if not match:
         return None
-    return _decimal(match[1], match[2], match[3], 0, "." in bare and bool(match[3]))
+    # without a mantissa: 10^5
+    whole, places = ("1", "") if match[2] is None else (match[2], match[3] or "")
+    digits, exponent = whole + places, match[4] or match[5] or "0"
+    if not digits or len(exponent) > 5 or abs(int(exponent)) > MAX_DIGITS:
+        return None
+    shift = int(exponent) - len(places)
+    value = Fraction(int(digits)) * _ten(shift) * _sign(match[1])
+    return PlainNumber(value, -shift if places else None, len(digits.lstrip("0")))
 
 
 def _slash(bare: str) -> PlainNumber | None:
@@ -118,29 +124,10 @@ def _repeating(bare: str) -> PlainNumber | None:
     match = _REPEATING.fullmatch(bare) or _ELLIPSIS.fullmatch(bare)
     if not match:
         return None
-    sign, whole, places, period = (
-        match[1],
-        match[2],
-        match[3],
-        next(filter(None, match.groups()[3:])),
-    )
+    sign, whole, places, *periods = match.groups()
+    period = next(filter(None, periods))
     value = Fraction(int(whole + places or 0)) + Fraction(int(period), 10 ** len(period) - 1)
     return PlainNumber(value / 10 ** len(places) * _sign(sign))
-
-
-def _scientific(bare: str) -> PlainNumber | None:
-    for pattern in (_SCIENTIFIC, _E_NOTATION):
-        match = pattern.fullmatch(bare)
-        if not match:
-            continue
-        digits, exponent = (match[2] or "") + (match[3] or ""), match[4] or match[5]
-        if pattern is _SCIENTIFIC and match[2] is None:
-            digits = "1"
-        if not digits or len(exponent) > 5 or abs(int(exponent)) > MAX_DIGITS:
-            return None
-        mantissa = (match[2] or "") if match[2] is not None else "1"
-        return _decimal(match[1], mantissa, match[3] or "", int(exponent), bool(match[3]))
-    return None
 
 
 def _power(bare: str) -> PlainNumber | None:
@@ -154,14 +141,8 @@ def _power(bare: str) -> PlainNumber | None:
 
 
 _READERS: tuple[Callable[[str], PlainNumber | None], ...] = (
-    *(_plain, _slash, _mixed, _fraction, _repeating, _scientific, _power),
+    *(_decimal, _slash, _mixed, _fraction, _repeating, _power),
 )
-
-
-def _decimal(sign: str, whole: str, places: str, exponent: int, inexact: bool) -> PlainNumber:
-    value = Fraction(int(whole + places)) * _ten(exponent - len(places)) * _sign(sign)
-    significant = len((whole + places).lstrip("0"))
-    return PlainNumber(value, len(places) - exponent if inexact else None, significant)
 
 
 def _sign(sign: str) -> int:

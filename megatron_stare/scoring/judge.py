@@ -61,7 +61,8 @@ class RewardBackend(Protocol):
         """One Verdict per sample, in order."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End what the reward has started."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ EPISODE = "episode"
 JUDGE = "judge"  # a higher layer builds it, because it may start servers
 
 
-class EpisodeReward:
+class EpisodeReward(RewardBackend):
     """The reward that an agent's episode returned; unverifiable where it returned none."""
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
@@ -132,13 +133,10 @@ class EpisodeReward:
             for one in samples
         ]
 
-    def close(self) -> None:
-        """There is nothing to end."""
 
-
-class PerSourceReward:
+class PerSourceReward(RewardBackend):
     """Judges each response by the reward of its row's data set (scoring.per_source). The part
-    `per_source/<data set>` of a verdict is its value.
+    `per_source/<data set>` of a verdict is its value. The judge closes the rewards.
     """
 
     def __init__(self, scoring: ScoringConfig, backends: Mapping[str, RewardBackend]) -> None:
@@ -156,11 +154,8 @@ class PerSourceReward:
                 found[place] = dataclasses.replace(verdict, parts=parts)
         return found
 
-    def close(self) -> None:
-        """The judge closes the rewards of the data sets."""
 
-
-class LocalVerifier:
+class LocalVerifier(RewardBackend):
     """A verifier that runs in this process, one call after the other, without a deadline.
     The samples of a call over which it raises are unverifiable.
     """
@@ -177,9 +172,6 @@ class LocalVerifier:
                 found |= zip(places, verdicts, strict=True)
         return [found[place] for place in range(len(samples))]
 
-    def close(self) -> None:
-        """There is nothing to end."""
-
     def _judge(self, samples: Sequence[Sample]) -> list[Verdict]:
         try:
             return [as_verdict(one) for one in self.function([each.judged for each in samples])]
@@ -187,7 +179,7 @@ class LocalVerifier:
             return [unverifiable(printable(f"{type(error).__name__}: {error}"))] * len(samples)
 
 
-class PooledVerifier:
+class PooledVerifier(RewardBackend):
     """One of the verifiers of a pool."""
 
     def __init__(self, pool: VerifierPool, name: str, grouped: bool = False) -> None:
@@ -227,9 +219,11 @@ def build_backends(
             found[name] = EpisodeReward()
         elif name in REWARDS:
             entry = REWARDS[name]
-            specs[name] = (entry.path, entry.settings(scoring))
-            if not entry.in_worker:
-                found[name] = LocalVerifier(load(*specs.pop(name)))
+            spec = (entry.path, entry.settings(scoring))
+            if entry.in_worker:
+                specs[name] = spec
+            else:
+                found[name] = LocalVerifier(load(*spec))
         else:
             function = _imported(name, others or {})
             try:
@@ -245,12 +239,12 @@ def build_backends(
             else:  # no other process can import a program's __main__
                 found[name] = LocalVerifier(called)
     for chosen, timeout, memory in (
-        (specs, "scoring.verifier_timeout", scoring.verifier_memory_mib),
-        (own, "scoring.function_timeout", 0),
+        (specs, "verifier_timeout", scoring.verifier_memory_mib),
+        (own, "function_timeout", 0),
     ):
         if chosen:
-            deadline = getattr(scoring, timeout.rpartition(".")[2])
-            pool = VerifierPool(chosen, _processes(scoring), deadline, memory, timeout)
+            limits = getattr(scoring, timeout), memory, f"scoring.{timeout}"
+            pool = VerifierPool(chosen, _processes(scoring), *limits)
             found |= {name: PooledVerifier(pool, name, name in grouped) for name in chosen}
     return found
 

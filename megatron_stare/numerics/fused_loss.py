@@ -4,7 +4,7 @@ chunk by chunk.
 Once `plan` has run, a policy loss is a pure function of one token's surprisal and entropy. So a
 chunk of rows can be finished while its logits are still in the workspace: the forward pass does all
 three matrix products (logits, hidden gradient, weight gradient) and holds [n, V/TP] logits of one
-chunk only; the backward pass multiplies by the incoming gradient. On a CPU rows whose gradient is
+chunk only; the backward pass hands the gradients out. On a CPU rows whose gradient is
 exactly zero (clipped, zero advantage) skip the last two products; on a device the host would have
 to wait for their number, chunk by chunk.
 
@@ -56,8 +56,6 @@ def fused_loss(
     needs_entropy_grad: bool = False,
     workspace_bytes: int = WORKSPACE_BYTES,
     reduce_hidden_grad: bool = True,
-    expected_grad: float | None = None,
-    refuse_nonfinite: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, surprisal_N, entropy_N, variance_N): loss = sum_n token_loss, differentiable;
     the statistics are detached.
@@ -68,21 +66,15 @@ def fused_loss(
     `needs_entropy_grad`. Without gradients (torch.no_grad, or nothing requires one) only statistics
     are computed and `token_loss` sees all rows at once.
 
-    `expected_grad` is what the backward will receive (loss scale over number of micro-batches), if
-    the caller knows:
-    the gradients are then made at that scale, the weight's goes into Megatron's main_grad at once,
-    and the backward refuses any other value; such a forward without its backward leaves main_grad
-    wrong. Without it the weight gradient waits for the backward in a buffer of the weight's size.
-    fp16 needs it: unscaled logit gradients underflow. Memory beyond inputs, gradients and
-    `workspace_bytes`: 8 bytes per token (results), about 40 per row of a chunk; with
-    `shard.fp32_logits` the gradient of a chunk's logits in the inputs' dtype.
+    The gradients are made for a backward that receives 1, the weight's in Megatron's main_grad at
+    once, and the backward refuses any other value; a forward without its backward leaves main_grad
+    wrong. Memory beyond inputs, gradients and `workspace_bytes`: 8 bytes per token (results), about
+    40 per row of a chunk; with `shard.fp32_logits` the gradient of a chunk's logits in the inputs'
+    dtype.
 
-    With `refuse_nonfinite` the host waits for the statistics of every chunk; without it, on a
-    device, for none of them.
-
-    Raises ValueError like `token_stats`; where `token_loss` returns another shape than it was
-    given; and for fp16 without `expected_grad`. On a device a backward that receives another value
-    than `expected_grad` fails where the device is next waited for.
+    Raises ValueError like `token_stats`, and where `token_loss` returns another shape than it was
+    given. On a device a backward that receives another value than 1 fails where the device is next
+    waited for.
     """
     call = _LossCall(
         shard=shard,
@@ -92,15 +84,9 @@ def fused_loss(
         needs_entropy_grad=needs_entropy_grad,
         workspace_bytes=workspace_bytes,
         reduce_hidden_grad=reduce_hidden_grad,
-        expected_grad=expected_grad,
-        refuse_nonfinite=refuse_nonfinite,
     )
     if not (torch.is_grad_enabled() and (hidden_NH.requires_grad or shard.weight_VH.requires_grad)):
         return _without_gradients(hidden_NH, call, temperature)
-    if hidden_NH.dtype == torch.float16 and expected_grad is None:
-        raise ValueError(
-            "fused_loss: fp16 logit gradients underflow unless expected_grad gives the loss scale"
-        )
     call.inverse_temperature_N = checked_inverse_temperature(
         hidden_NH, shard, target_N, temperature
     )
@@ -120,8 +106,6 @@ class _LossCall:
     needs_entropy_grad: bool
     workspace_bytes: int
     reduce_hidden_grad: bool
-    expected_grad: float | None
-    refuse_nonfinite: bool
     grad_hidden_NH: Tensor | None = None
     weight_gradient: WeightGradient | None = None
     spent: bool = False
@@ -136,7 +120,6 @@ def _without_gradients(
         call.target_N,
         temperature=temperature,
         workspace_bytes=call.workspace_bytes,
-        refuse_nonfinite=call.refuse_nonfinite,
     )
     loss_N = call.token_loss(stats.surprisal_N, stats.entropy_N, slice(0, call.target_N.numel()))
     loss = loss_N.sum(dtype=torch.float64).to(stats.surprisal_N.dtype)
@@ -155,9 +138,7 @@ class _FusedLoss(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             call.grad_hidden_NH = torch.empty_like(hidden_NH)
         if ctx.needs_input_grad[1]:
-            call.weight_gradient = WeightGradient(
-                weight_VH, len(row_blocks), hold=call.expected_grad is None
-            )
+            call.weight_gradient = WeightGradient(weight_VH, len(row_blocks))
         workspace = hidden_NH.new_empty(tiling.row_count * tiling.column_count, dtype=dtype)
         statistics_3N = torch.empty(
             3, rows_total, dtype=compute_dtype(hidden_NH), device=hidden_NH.device
@@ -180,16 +161,10 @@ class _FusedLoss(torch.autograd.Function):
         if call.spent:
             raise RuntimeError("fused_loss hands its gradients out once: no second backward")
         call.spent = True
-        factor = _remaining_factor(grad_loss, call.expected_grad)
+        _require_one(grad_loss)
         grad_hidden_NH, call.grad_hidden_NH = call.grad_hidden_NH, None
         weight_gradient, call.weight_gradient = call.weight_gradient, None
-        if grad_hidden_NH is not None and factor is not None:
-            grad_hidden_NH.mul_(factor)
-        return (
-            grad_hidden_NH,
-            None if weight_gradient is None else weight_gradient.finish(factor),
-            None,
-        )
+        return grad_hidden_NH, None if weight_gradient is None else weight_gradient.finish(), None
 
 
 def _finish_chunk(
@@ -208,7 +183,7 @@ def _finish_chunk(
         tile_nv.shape[0], collision=False, dtype=statistics_3N.dtype, device=tile_nv.device
     )
     vocab_statistics.add_tile_(partial_nF, tile_nv, 0, target_n, inverse_n)
-    statistics = vocab_statistics.finish(partial_nF, call.shard, rows.start, call.refuse_nonfinite)
+    statistics = vocab_statistics.finish(partial_nF, call.shard)
     for row_N, value_n in zip(
         statistics_3N,
         (statistics.surprisal_n, statistics.entropy_n, statistics.variance_n),
@@ -218,9 +193,6 @@ def _finish_chunk(
     loss, grad_surprisal_n, grad_entropy_n = _loss_and_slopes(
         call.token_loss, statistics.surprisal_n, statistics.entropy_n, rows, call.needs_entropy_grad
     )
-    if call.expected_grad is not None:
-        grad_surprisal_n = grad_surprisal_n * call.expected_grad
-        grad_entropy_n = None if grad_entropy_n is None else grad_entropy_n * call.expected_grad
     live = live_rows(grad_surprisal_n, grad_entropy_n)
     kept: slice | Tensor = slice(None)
     if live is not None:
@@ -285,23 +257,13 @@ def _loss_and_slopes(
     return loss, grad_surprisal_n.detach(), slopes[1] if needs_entropy_grad else None
 
 
-def _remaining_factor(grad_loss: Tensor, expected_grad: float | None) -> Tensor | None:
-    """The factor that the gradients still need;
-    None for 1. ValueError where the expectation was wrong.
-    """
-    if expected_grad is None:
-        return grad_loss if grad_loss.is_cuda or float(grad_loss) != 1.0 else None
+def _require_one(grad_loss: Tensor) -> None:
+    """ValueError: the gradients, main_grad included, are not those of the incoming gradient."""
     if grad_loss.is_cuda:
-        expected = torch.full_like(grad_loss, expected_grad)
-        torch._assert_async(
-            torch.isclose(grad_loss, expected, rtol=1e-6, atol=0.0),
-            f"fused_loss: expected_grad={expected_grad}, but backward received another gradient",
-        )
-        return None
-    if not math.isclose(float(grad_loss), expected_grad, rel_tol=1e-6):
+        close = torch.isclose(grad_loss, torch.ones_like(grad_loss), rtol=1e-6, atol=0.0)
+        torch._assert_async(close, "fused_loss: its backward received another gradient than 1")
+    elif not math.isclose(float(grad_loss), 1.0, rel_tol=1e-6):
         raise ValueError(
-            f"fused_loss: expected_grad={expected_grad}, but its backward received "
-            f"{float(grad_loss)}; the gradients, main_grad included, are already made for the "
-            "former"
+            f"fused_loss: its backward received {float(grad_loss)}; the gradients, main_grad "
+            "included, are already made for 1"
         )
-    return None

@@ -93,7 +93,6 @@ def token_stats(
     collision: bool = False,
     kappa: float = 0.0,
     reduce_hidden_grad: bool = True,
-    refuse_nonfinite: bool = True,
 ) -> TokenStats:
     """Statistics of the tokens `target_N` (global vocabulary
     indices) at the hidden states `hidden_NH`.
@@ -108,17 +107,15 @@ def token_stats(
     fp64). The matrix products of a gradient take the inputs' dtype.
 
     Raises ValueError on every rank of the group for the faults that `checked_inverse_temperature`
-    lists, for a `kappa` outside [0, 1], and for logits that are NaN or +inf: unless
-    `refuse_nonfinite` is off, when the statistics of such tokens are not finite and the host waits
-    for nothing but the first check.
+    lists, and for a `kappa` outside [0, 1]. Where logits are NaN or +inf a token's statistics are
+    not finite; the host waits for nothing but the first check.
     """
     if way not in ("logits", "recompute"):
         raise ValueError(f"way must be 'logits' or 'recompute', got {way!r}")
     if not 0.0 <= kappa <= 1.0:
         raise ValueError(f"kappa must lie in [0, 1], got {kappa}")
     call = _StatsCall(
-        *(shard, target_N, None, way, workspace_bytes, collision, kappa),
-        *(reduce_hidden_grad, refuse_nonfinite),
+        shard, target_N, None, way, workspace_bytes, collision, kappa, reduce_hidden_grad
     )
     call.inverse_temperature_N = checked_inverse_temperature(
         hidden_NH, shard, target_N, temperature
@@ -143,7 +140,6 @@ class _StatsCall:
     collision: bool
     kappa: float
     reduce_hidden_grad: bool
-    refuse_nonfinite: bool
     keep: bool = True
     moments: RowMoments = field(init=False)
     logits_NV: Tensor = field(init=False)
@@ -255,7 +251,7 @@ def _statistics(
     target_n, inverse_n = call.local_target_N[rows], call.inverse_temperature(rows)
     for columns, tile_nv in tiles():
         vocab_statistics.add_tile_(partial_nF, tile_nv, columns.start, target_n, inverse_n)
-    found = vocab_statistics.finish(partial_nF, call.shard, rows.start, call.refuse_nonfinite)
+    found = vocab_statistics.finish(partial_nF, call.shard)
     if not call.kappa:
         return found
     kept_n = torch.zeros_like(found.surprisal_n)

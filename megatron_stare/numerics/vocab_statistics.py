@@ -209,19 +209,11 @@ class RowStatistics(NamedTuple):
     log_kept_mass_n: Tensor | None = None
 
 
-def finish(
-    partial_nF: Tensor, shard: VocabShard, first_row: int, refuse: bool = True
-) -> RowStatistics:
-    """Every rank's sums made into statistics: the one collective over the vocabulary.
-
-    Raises ValueError on every rank, naming rank and row, where a logit is NaN or +inf or no logit
-    of the row is finite. Without `refuse` such a row's surprisal or entropy is not finite, and the
-    host does not wait to see it.
+def finish(partial_nF: Tensor, shard: VocabShard) -> RowStatistics:
+    """Every rank's sums made into statistics: the one collective over the vocabulary. Where a logit
+    is NaN or +inf, or no logit of the row is finite, the row's surprisal or entropy is not finite.
     """
-    everyone_GnF = shard.gathered(partial_nF)
-    total_nF = combine(everyone_GnF)
-    if refuse:
-        _refuse_bad_rows(total_nF, everyone_GnF, first_row)
+    total_nF = combine(shard.gathered(partial_nF))
     maximum_n, s0_n, s1_n, target_n = (
         total_nF[:, field].double() for field in (MAXIMUM, S0, S1, TARGET)
     )
@@ -240,18 +232,6 @@ def finish(
         variance_n=(total_nF[:, S2].double() / s0_n - mean_n.square()).clamp(min=0.0).to(dtype),
         c_n=c_n,
     )
-
-
-def _refuse_bad_rows(total_nF: Tensor, everyone_GnF: Tensor, first_row: int) -> None:
-    good_n = torch.isfinite(total_nF[:, MAXIMUM]) & torch.isfinite(total_nF[:, S0])
-    if bool(good_n.all()):
-        return
-    row = int((~good_n).nonzero()[0])
-    for rank, (maximum, s0) in enumerate(everyone_GnF[:, row, [MAXIMUM, S0]].tolist()):
-        if not math.isfinite(s0) or maximum == math.inf:
-            value = maximum if math.isinf(maximum) else math.nan
-            raise ValueError(f"vocabulary rank {rank}, row {first_row + row}: a logit is {value}")
-    raise ValueError(f"row {first_row + row}: no logit is finite on any vocabulary rank")
 
 
 def write_gradient_(

@@ -90,23 +90,19 @@ class WeightGradient:
     finish it exactly once.
 
     `row_blocks` is how often every element will be added to: with more than once, a narrow weight
-    without main_grad accumulates in a separate fp32 tensor and is rounded at the end. `hold` keeps
-    the sum out of main_grad until `finish`, for a caller who does not yet know its factor.
+    without main_grad accumulates in a separate fp32 tensor and is rounded at the end.
     """
 
-    def __init__(self, weight_VH: Tensor, row_blocks: int, hold: bool = False) -> None:
+    def __init__(self, weight_VH: Tensor, row_blocks: int) -> None:
         self.weight_VH = weight_VH
         own = hasattr(weight_VH, "__fsdp_param__")
-        self.main_grad: Tensor | None = None if own else getattr(weight_VH, "main_grad", None)
-        self.direct = self.main_grad is not None and not hold
-        self.sum_VH: Tensor
-        if self.main_grad is not None and not hold:
-            self.sum_VH = self.main_grad
-        else:
-            narrow = weight_VH.dtype.itemsize < 4
-            wide = narrow and (row_blocks > 1 or self.main_grad is not None)
+        main_grad: Tensor | None = None if own else getattr(weight_VH, "main_grad", None)
+        self.direct = main_grad is not None
+        if main_grad is None:
+            wide = weight_VH.dtype.itemsize < 4 and row_blocks > 1
             dtype = torch.float32 if wide else weight_VH.dtype
-            self.sum_VH = torch.empty(weight_VH.shape, dtype=dtype, device=weight_VH.device)
+            main_grad = torch.empty(weight_VH.shape, dtype=dtype, device=weight_VH.device)
+        self.sum_VH = main_grad
         self.written = 0
 
     def add(self, columns: slice, gradient_nv: Tensor, hidden_nH: Tensor) -> None:
@@ -117,23 +113,12 @@ class WeightGradient:
         add_product_(self.sum_VH[columns], gradient_nv.t(), hidden_nH, beta=0.0 if fresh else 1.0)
         self.written = max(self.written, columns.stop)
 
-    def finish(self, factor: Tensor | float | None = None) -> Tensor | None:
-        """The value that a backward returns for the weight:
-        its gradient times `factor`, or Megatron's dummy.
-        """
-        if self.direct and factor is not None:
-            raise ValueError("a gradient already in main_grad cannot be scaled any more")
+    def finish(self) -> Tensor | None:
+        """The value that a backward returns for the weight: its gradient, or Megatron's dummy."""
+        weight_VH = self.weight_VH
         if not self.direct:
             self.sum_VH[self.written :].zero_()
-            if factor is not None:
-                self.sum_VH.mul_(factor)
-            if self.main_grad is None:
-                return self.sum_VH.to(self.weight_VH.dtype)
-            self.main_grad.add_(self.sum_VH)
-        return self._dummy()
-
-    def _dummy(self) -> Tensor | None:
-        weight_VH = self.weight_VH
+            return self.sum_VH.to(weight_VH.dtype)
         if not hasattr(weight_VH, "grad_added_to_main_grad"):
             return None
         weight_VH.grad_added_to_main_grad = True

@@ -112,6 +112,7 @@ def loss_head(
         return _with_logits(hidden_NH, weight, context, context.loss)
     shard = VocabShard(weight, context.tensor_group, context.vocab_size, context.fp32_logits)
     if context.loss is not None and context.way == "fused":
+        # The coefficients carry every denominator, so that the backward receives 1, as it must.
         loss, surprisal_N, entropy_N, variance_N = fused_loss(
             hidden_NH,
             shard,
@@ -121,9 +122,6 @@ def loss_head(
             needs_entropy_grad=context.entropy_gradient,
             workspace_bytes=context.workspace_bytes,
             reduce_hidden_grad=reduce_hidden_grad,
-            # the coefficients carry every denominator, so the schedule scales by nothing
-            expected_grad=1.0,
-            refuse_nonfinite=False,
         )
         return HeadOutput(surprisal_N, entropy_N, variance_N, loss=loss)
     statistics = functools.partial(
@@ -134,7 +132,6 @@ def loss_head(
         way="logits" if context.way == "logits" else "recompute",
         workspace_bytes=context.workspace_bytes,
         reduce_hidden_grad=reduce_hidden_grad,
-        refuse_nonfinite=False,
     )
     stats = statistics(
         temperature=context.temperature, collision=context.sensitivity, kappa=context.proxy_kappa
@@ -174,7 +171,7 @@ def _with_logits(
         )
         vocab_statistics.add_tile_(partial_NF, logits_NV, 0, target_N, None)
         alone = VocabShard(weight_VH, None, context.vocab_size)
-        found = vocab_statistics.finish(partial_NF, alone, 0, refuse=False)
+        found = vocab_statistics.finish(partial_NF, alone)
     entropy_N = found.entropy_n
     if context.entropy_gradient:
         log_NV = torch.log_softmax(logits_NV, dim=-1)

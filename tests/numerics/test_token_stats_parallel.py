@@ -4,7 +4,6 @@ with and without sequence parallelism: one spawn.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -89,7 +88,7 @@ def on_ranks(rank: int, world_size: int) -> dict[Any, Any]:
             found["variance", size, dtype] = _variances(rank, size, group, dtype)
         found["empty", size] = [_empty(rank, size, group, way) for way in WAYS]
     found["collectives"] = {way: _collectives(rank, groups[4], way) for way in WAYS}
-    found["errors"] = [_error(rank, groups[4], fault) for fault in range(5)]
+    found["errors"] = [_error(rank, groups[4], fault) for fault in range(4)]
     return found
 
 
@@ -200,17 +199,14 @@ def _error(rank: int, group: dist.ProcessGroup, fault: int) -> str:
     data = example(ROWS, WIDTH, PADDED, REAL, torch.float32)
     shard = _shard(data, rank, 4, group)
     hidden, target, temperature = data["hidden"], data["target"], torch.ones(ROWS)
-    if fault == 0 and rank == 1:
-        with torch.no_grad():
-            shard.weight_VH[3] = math.nan
-    elif fault == 1 and rank == 3:
+    if fault == 0 and rank == 3:
         target = target.clone()
         target[7] = 53
-    elif fault == 2 and rank == 2:
+    elif fault == 1 and rank == 2:
         shard = VocabShard(torch.zeros(19, WIDTH), group, REAL)
-    elif fault == 3 and rank == 1:
+    elif fault == 2 and rank == 1:
         hidden, target, temperature = hidden[:20], target[:20], temperature[:20]
-    elif fault == 4 and rank == 2:
+    elif fault == 3 and rank == 2:
         target = (target + 1) % REAL
     try:
         token_stats(hidden, shard, target, temperature=temperature)
@@ -323,7 +319,6 @@ def test_collectives(ranks: list[dict[Any, Any]]) -> None:
 
 def test_every_rank_raises_the_same_error(ranks: list[dict[Any, Any]]) -> None:
     patterns = [
-        "vocabulary rank 1, row 0: a logit is nan",
         "vocabulary rank 3, row 7: target 53 is outside the vocabulary [0, 53)",
         "rows of weight is 19 on vocabulary rank 2 but 20 on rank 0",
         "rows of hidden is 20 on vocabulary rank 1 but 24 on rank 0",

@@ -113,8 +113,6 @@ class HeadSample:
             self.target_N,
             lambda surprisal, _, __: surprisal / rows,
             workspace_bytes=run_workspace(),
-            expected_grad=1.0,
-            refuse_nonfinite=False,
         )
         (hidden_grad_NH,) = torch.autograd.grad(loss, self.hidden_NH)
         return surprisal_N, entropy_N, hidden_grad_NH, self.weight_grad_VH

@@ -76,19 +76,17 @@ def fused_loss(
     given. On a device a backward that receives another value than 1 fails where the device is next
     waited for.
     """
-    call = _LossCall(
-        shard=shard,
-        target_N=target_N,
-        inverse_temperature_N=None,
-        token_loss=token_loss,
-        needs_entropy_grad=needs_entropy_grad,
-        workspace_bytes=workspace_bytes,
-        reduce_hidden_grad=reduce_hidden_grad,
-    )
     if not (torch.is_grad_enabled() and (hidden_NH.requires_grad or shard.weight_VH.requires_grad)):
-        return _without_gradients(hidden_NH, call, temperature)
-    call.inverse_temperature_N = checked_inverse_temperature(
-        hidden_NH, shard, target_N, temperature
+        stats = token_stats(
+            hidden_NH, shard, target_N, temperature=temperature, workspace_bytes=workspace_bytes
+        )
+        loss_N = token_loss(stats.surprisal_N, stats.entropy_N, slice(0, target_N.numel()))
+        loss = loss_N.sum(dtype=torch.float64).to(stats.surprisal_N.dtype)
+        return loss, stats.surprisal_N, stats.entropy_N, stats.variance_N
+    inverse_N = checked_inverse_temperature(hidden_NH, shard, target_N, temperature)
+    call = _LossCall(
+        *(shard, target_N, inverse_N, token_loss),
+        *(needs_entropy_grad, workspace_bytes, reduce_hidden_grad),
     )
     return _FusedLoss.apply(hidden_NH, shard.weight_VH, call)
 
@@ -109,21 +107,6 @@ class _LossCall:
     grad_hidden_NH: Tensor | None = None
     weight_gradient: WeightGradient | None = None
     spent: bool = False
-
-
-def _without_gradients(
-    hidden_NH: Tensor, call: _LossCall, temperature: float | Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    stats = token_stats(
-        hidden_NH,
-        call.shard,
-        call.target_N,
-        temperature=temperature,
-        workspace_bytes=call.workspace_bytes,
-    )
-    loss_N = call.token_loss(stats.surprisal_N, stats.entropy_N, slice(0, call.target_N.numel()))
-    loss = loss_N.sum(dtype=torch.float64).to(stats.surprisal_N.dtype)
-    return loss, stats.surprisal_N, stats.entropy_N, stats.variance_N
 
 
 class _FusedLoss(torch.autograd.Function):

@@ -72,14 +72,11 @@ class Across:
         total = self._agree(value_T, finite=True)
         return self._exact_sum(value_T) / _required(total, "mean")
 
-    def std(self, value_T: Tensor, unbiased: bool = False) -> float:
-        """sqrt(sum (x - mean)^2 / n), n - 1 if `unbiased` [fp64].
-        ValueError where the divisor is not positive.
-        """
-        total = self._agree(value_T, finite=True, argument=int(unbiased))
-        mean = self._exact_sum(value_T) / _required(total, "std")
-        divisor = _required(total - int(unbiased), "unbiased std" if unbiased else "std")
-        return (self._exact_sum((value_T.double() - mean).square_()) / divisor) ** 0.5
+    def std(self, value_T: Tensor) -> float:
+        """sqrt(sum (x - mean)^2 / n) [fp64]. ValueError where there is no value on any rank."""
+        total = _required(self._agree(value_T, finite=True), "std")
+        mean = self._exact_sum(value_T) / total
+        return (self._exact_sum((value_T.double() - mean).square_()) / total) ** 0.5
 
     def sum_by(self, value_T: Tensor, key_T: Tensor, size: int) -> Tensor:
         """The global sum [fp64] of all values with a value's key, for each value: `sums` at its

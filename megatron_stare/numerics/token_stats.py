@@ -114,14 +114,11 @@ def token_stats(
         raise ValueError(f"way must be 'logits' or 'recompute', got {way!r}")
     if not 0.0 <= kappa <= 1.0:
         raise ValueError(f"kappa must lie in [0, 1], got {kappa}")
+    inverse_N = checked_inverse_temperature(hidden_NH, shard, target_N, temperature)
+    keep = hidden_NH.requires_grad or shard.weight_VH.requires_grad
     call = _StatsCall(
-        shard, target_N, None, way, workspace_bytes, collision, kappa, reduce_hidden_grad
-    )
-    call.inverse_temperature_N = checked_inverse_temperature(
-        hidden_NH, shard, target_N, temperature
-    )
-    call.keep = torch.is_grad_enabled() and (
-        hidden_NH.requires_grad or shard.weight_VH.requires_grad
+        *(shard, target_N, inverse_N, way, workspace_bytes, collision, kappa, reduce_hidden_grad),
+        keep=keep and torch.is_grad_enabled(),
     )
     return TokenStats(*_TokenStats.apply(hidden_NH, shard.weight_VH, call))
 
@@ -140,7 +137,7 @@ class _StatsCall:
     collision: bool
     kappa: float
     reduce_hidden_grad: bool
-    keep: bool = True
+    keep: bool  # what the backward needs
     moments: RowMoments = field(init=False)
     logits_NV: Tensor = field(init=False)
     spent: bool = False

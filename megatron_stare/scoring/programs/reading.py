@@ -13,6 +13,7 @@ from megatron_stare.scoring.programs.statements import checks_nothing
 _FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
 _CLOSING = re.compile(r"[ \t]*```[ \t]*")
 _PYTHON = ("python", "py", "python3")
+_FIELD = "metadata.tests"
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ def extract_code(response: str) -> str | None:
     return found.get(True, found.get(False))
 
 
-def read_tests(value: Any, field: str = "metadata.tests") -> tuple[CodeTest, ...]:
-    """Tests in the forms that data sets use. UserError naming the field for any other.
+def read_tests(value: Any) -> tuple[CodeTest, ...]:
+    """Tests in the forms that data sets use. UserError for any other.
 
     [{"input": "1\\n", "output": "2\\n"}, ...]; {"inputs": [...], "outputs": [...]}, with "fn_name"
     where a function, or a method of class Solution, is called; ["assert f(1) == 2", ...]; one text
@@ -63,22 +64,22 @@ def read_tests(value: Any, field: str = "metadata.tests") -> tuple[CodeTest, ...
         except (ValueError, RecursionError):
             value = [value] if value.strip() else []
     if isinstance(value, dict):
-        value = _pairs(value, field)
+        value = _pairs(value)
     if not isinstance(value, list) or not value:
-        raise UserError(f"{field} is {short(value)}; give a list of tests that is not empty")
-    return tuple(_test(test, f"{field}[{number}]") for number, test in enumerate(value))
+        raise UserError(f"{_FIELD} is {short(value)}; give a list of tests that is not empty")
+    return tuple(_test(test, f"{_FIELD}[{number}]") for number, test in enumerate(value))
 
 
-def _pairs(value: dict[str, Any], field: str) -> list[Any]:
+def _pairs(value: dict[str, Any]) -> list[Any]:
     inputs, outputs = value.get("inputs"), value.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise UserError(
-            f"{field} is {short(value)}; give inputs and outputs, lists of equal length"
+            f"{_FIELD} is {short(value)}; give inputs and outputs, lists of equal length"
         )
     name = value.get("fn_name")
     if name:
         if not isinstance(name, str) or not name.isidentifier():
-            raise UserError(f"{field} has fn_name={name!r}, which is not a function's name")
+            raise UserError(f"{_FIELD} has fn_name={name!r}, which is not a function's name")
         return [
             CodeTest(function=name, arguments=_arguments(given), value=_expected(expected))
             for given, expected in zip(inputs, outputs, strict=True)

@@ -213,7 +213,7 @@ class RolloutBuffer:
             "ready": group_state(ready, self.topology),
             "ahead": vars(ahead) | {"groups": groups} if ahead else None,
             "surprisal": self._surprisal,
-            "history": history.rows,
+            "history": dict(history),
             "by_rollout": self.by_rollout,
         }
         if self.replay is not None:

@@ -81,8 +81,7 @@ def compute(
         if batch.get(key) is not None
     }
     _complete(flat, objective, config)
-    proxy_threshold = objective.proxy_threshold_of(config)
-    scored = _token_batch(flat, mask_BT, batch, objective, proxy_threshold)
+    scored = _token_batch(flat, mask_BT, batch, objective, objective.proxy_threshold_of(config))
     scored = distilled(_with_further_scores(scored, flat, objective, config, left), config)
     signals = objective.plan(scored, config, Across(), left)
     if state is not None:
@@ -242,7 +241,7 @@ def _loss_tokens(flat: Mapping[str, Tensor], batch: TokenBatch, signals: Signals
     shared: dict[str, Any] = {"sequence_N": batch.sequence_T, "count": batch.num_sequences}
     position = batch.token_index_T & ((1 << _POSITION_BITS) - 1)
     old, old_entropy = batch.old_surprisal_T, batch.old_entropy_T
-    tokens = LossTokens(
+    return LossTokens(
         surprisal=surprisal,
         entropy=entropy,
         old_surprisal=surprisal.detach() if old is None else old,
@@ -255,9 +254,6 @@ def _loss_tokens(flat: Mapping[str, Tensor], batch: TokenBatch, signals: Signals
         values=signals.values,
         numbers=signals.numbers,
         logits=flat.get("logits"),
-    )
-    return dataclasses.replace(
-        tokens,
         sequence=batch.sequence_T,
         sequence_tokens=batch.sequence_tokens_T,
         position=position,

@@ -98,20 +98,20 @@ def critical(step: Step, up_T: Tensor, band: Band, gate: bool) -> Gate:
         excess = (
             -drift / gamma if excess is None else excess + SMOOTHING * (-drift / gamma - excess)
         )
+    weight = before = step.state.get("reweight_w", band.reweight_w)
     gap = band.target - step.entropy
-    if not math.isfinite(gap):
-        weight = step.state.get("reweight_w", band.reweight_w)
-        memory = {"integral": integral} | ({} if excess is None else {"excess": excess})
-        return Gate(not gate, weight, band.m_min, memory)
-    centre = 1.0 + (excess or 0.0) + PROPORTIONAL * gap
-    moved = integral + INTEGRAL * gap if gamma > 0 else integral
-    if (centre + moved > band.w_max and gap > 0) or (centre + moved < 1.0 and gap < 0):
-        moved = integral  # it would only wind up what the bound holds back
-    weight = min(max(centre + moved, 1.0), band.w_max)
-    if gamma <= 0:
-        weight = min(weight, step.state.get("reweight_w", band.reweight_w))
-    memory = {"integral": moved} | ({} if excess is None else {"excess": excess})
-    return Gate(gap > 0 or not gate, weight, band.m_min, memory)
+    finite = math.isfinite(gap)
+    if finite:
+        centre = 1.0 + (excess or 0.0) + PROPORTIONAL * gap
+        moved = integral + INTEGRAL * gap if gamma > 0 else integral
+        if (centre + moved > band.w_max and gap > 0) or (centre + moved < 1.0 and gap < 0):
+            moved = integral  # it would only wind up what the bound holds back
+        weight = min(max(centre + moved, 1.0), band.w_max)
+        if gamma <= 0:
+            weight = min(weight, before)
+        integral = moved
+    memory = {"integral": integral} | ({} if excess is None else {"excess": excess})
+    return Gate((finite and gap > 0) or not gate, weight, band.m_min, memory)
 
 
 def selection_metrics(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -53,24 +53,9 @@ def is_kept(group: Group, metric: str) -> bool:
     return has_signal(group) and (metric == "reward" or len(verdicts) > 1)
 
 
-class PromptHistory:
-    """The earlier visits to each prompt: their number, and mean and standard deviation of their
-    rewards. Only an estimator that remembers adds to it. `rows` has a row for each
-    Group.prompt_key; it is replaced and never changed: a checkpoint may hold it.
-    """
-
-    def __init__(self, rows: Mapping[str, Sequence[float]] | None = None) -> None:
-        self.rows: dict[str, tuple[float, ...]] = {
-            name: tuple(row) for name, row in (rows or {}).items()
-        }
-
-    def copy(self) -> PromptHistory:
-        """A copy of the present state."""
-        return PromptHistory(self.rows)
-
-    def earlier(self, key: str) -> tuple[float, ...]:
-        """Visits, mean, standard deviation."""
-        return self.rows.get(key, (0.0, 0.0, 0.0))
+# Of each prompt (Group.prompt_key) the number of visits so far, and mean and standard deviation of
+# their rewards. Only an estimator that remembers adds to it.
+PromptHistory = dict[str, tuple[float, ...]]
 
 
 def _remembered(
@@ -79,15 +64,15 @@ def _remembered(
     """[B, 3]: the earlier visits to each rollout's prompt. The history takes this batch's, in
     order: a prompt that occurs twice has its first group as an earlier visit.
     """
-    found, visited = [], PromptHistory(history.rows)
+    found = [torch.zeros(0, 3, dtype=torch.float64)]
     for number, pairs in itertools.groupby(known, key=lambda pair: pair[0]):
         alone, key = _outcomes(list(pairs)), groups[number].prompt_key
-        row_3 = torch.tensor(visited.earlier(key), dtype=torch.float64)
-        alone = dataclasses.replace(alone, earlier_B3=row_3.expand(len(alone.reward_B), 3))
-        visited.rows[key] = tuple(alone.visits_B3[0].tolist())
-        found.append(row_3.expand(len(alone.reward_B), 3))
-    history.rows = visited.rows
-    return torch.cat([torch.zeros(0, 3, dtype=torch.float64), *found])
+        row_3 = torch.tensor(history.get(key, (0.0, 0.0, 0.0)), dtype=torch.float64)
+        earlier_B3 = row_3.expand(len(alone.reward_B), 3)
+        alone = dataclasses.replace(alone, earlier_B3=earlier_B3)
+        history[key] = tuple(alone.visits_B3[0].tolist())
+        found.append(earlier_B3)
+    return torch.cat(found)
 
 
 def with_advantages(

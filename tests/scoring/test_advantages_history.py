@@ -62,7 +62,7 @@ def test_advantages_are_those_of_all_visits(options, tmp_path: Path, topology: T
                 differ += abs(rollout.advantage - now) > 0.01
     assert differ > 4, "an earlier visit counts"
     assert sum(seen for seen, *_ in visits.values()) == 16
-    assert {round(row[0]) for row in run.collector.history.rows.values()} == {4}
+    assert {round(row[0]) for row in run.collector.history.values()} == {4}
 
 
 @pytest.mark.parametrize("options", [(), (ONE_OFF,)], ids=["rounds", "one off"])
@@ -85,7 +85,7 @@ def test_an_unfinished_step_is_not_a_visit(options, tmp_path: Path, topology: To
     assert after != before and sum(row[0] for row in after.values()) == 8.0
     other = Trainer(on_few_prompts(tmp_path, *options, f"run.dir={tmp_path}/other"), topology)
     other.collector.load_state(run.collector.state())
-    assert other.collector.history.rows == after
+    assert other.collector.history == after
 
 
 def test_a_prompt_is_the_same_in_every_epoch_and_twice_in_a_batch() -> None:
@@ -99,8 +99,8 @@ def test_a_prompt_is_the_same_in_every_epoch_and_twice_in_a_batch() -> None:
     history = PromptHistory()
     found = with_advantages(groups, ScoringConfig(advantage="dcpo"), history)
     keys = [group.prompt_key for group in groups]
-    assert history.earlier(keys[0])[0] == 2 and history.earlier(keys[1]) == (1.0, 1.0, 0.0)
-    assert keys[0] == keys[2] and history.earlier("") == (0.0, 0.0, 0.0)
+    assert history[keys[0]][0] == 2 and history[keys[1]] == (1.0, 1.0, 0.0)
+    assert keys[0] == keys[2] and set(history) == set(keys)
     values = [[one.advantage for one in group.rollouts] for group in found]
     assert values[:2] == [[pytest.approx(0.5**0.5), pytest.approx(-(0.5**0.5))], [0.0, 0.0]]
     # N = 0; P = (1 - 3/4) / sqrt((1/2 + 1/2 x 1/4) / 2), and both mixtures are P / 2.

@@ -54,8 +54,7 @@ def top_k_divergence(tokens: LossTokens) -> Tensor:
 
 def divergence(own_NK: Tensor, teacher_NK: Tensor) -> Tensor:
     """KL [N, nats] of two distributions over K tokens, from their log-probs, and the rest as one
-    more. A rest below 16 epsilons of the dtype is rounding: it counts as 16, without a
-    slope.
+    more. A rest below 16 epsilons of the dtype is rounding: it counts as 16, without a slope.
     """
     probability_NK = own_NK.exp()
     least = 16 * torch.finfo(own_NK.dtype).eps

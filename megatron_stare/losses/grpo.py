@@ -16,12 +16,19 @@ from megatron_stare.losses.settings import NonNegative
 from megatron_stare.records import LossTokens
 
 
-def clipped_surrogate(tokens: LossTokens, low: float, high: float, dual: float = 0.0) -> Tensor:
-    """The formula above, per token; `dual` 0 turns the dual clip off.
-    arXiv 1707.06347, 1912.09729.
+def clipped_surrogate(
+    tokens: LossTokens,
+    low: float,
+    high: float,
+    dual: float = 0.0,
+    advantage: Tensor | None = None,
+) -> Tensor:
+    """The formula above, per token; `dual` 0 turns the dual clip off. `advantage`: instead of the
+    tokens' own. arXiv 1707.06347, 1912.09729.
     """
-    loss = pessimistic(torch.exp(tokens.log_ratio), tokens.advantage, low, high)
-    return dual_clipped(loss, tokens.advantage, dual)
+    advantage = tokens.advantage if advantage is None else advantage
+    loss = pessimistic(torch.exp(tokens.log_ratio), advantage, low, high)
+    return dual_clipped(loss, advantage, dual)
 
 
 def dual_clipped(loss: Tensor, advantage: Tensor, bound: float) -> Tensor:

@@ -40,20 +40,12 @@ def coefficients(
 
     Where `kept_T` is false a token has coefficient 0 and does not count.
     """
-    if kept_T is not None:
-        return _of_kept(batch, aggregation, across, kept_T, padded_length)
-    return _all(
-        batch, batch.sequence_tokens_T, batch.advantage_T, aggregation, across, padded_length
-    )
-
-
-def _of_kept(
-    batch: TokenBatch, aggregation: str, across: Across, kept_T: Tensor, padded_length: int | None
-) -> Tensor:
-    count_T = across.sum_by(kept_T.double(), batch.sequence_T, batch.num_sequences)
-    found_T = torch.zeros_like(batch.advantage_T)
-    template_T = batch.advantage_T[kept_T]
-    found_T[kept_T] = _all(batch, count_T[kept_T], template_T, aggregation, across, padded_length)
+    if kept_T is None:
+        own_T = batch.sequence_tokens_T
+        return _all(batch, own_T, batch.advantage_T, aggregation, across, padded_length)
+    own_T = across.sum_by(kept_T.double(), batch.sequence_T, batch.num_sequences)[kept_T]
+    found_T, template_T = torch.zeros_like(batch.advantage_T), batch.advantage_T[kept_T]
+    found_T[kept_T] = _all(batch, own_T, template_T, aggregation, across, padded_length)
     return found_T
 
 
@@ -97,6 +89,11 @@ def batch_mean(value_T: Tensor, coefficient_T: Tensor, across: Across) -> float:
     return across.sum(value_T.double() * coefficient_T.double())
 
 
+def _needed(value: Tensor | None, name: str) -> Tensor:
+    assert value is not None, f"this plan needs a batch that was scored with {name}"
+    return value
+
+
 @dataclass(frozen=True)
 class Step:
     """A scored batch, the other ranks, the state of the last plan, and the loss's reduction.
@@ -115,51 +112,41 @@ class Step:
 
     @property
     def surprisal_T(self) -> Tensor:
-        assert self.batch.surprisal_T is not None, "a plan works on a scored batch"
-        return self.batch.surprisal_T
+        return _needed(self.batch.surprisal_T, "surprisal_T")
 
     @property
     def entropy_T(self) -> Tensor:
-        assert self.batch.entropy_T is not None, "a plan works on a scored batch"
-        return self.batch.entropy_T
+        return _needed(self.batch.entropy_T, "entropy_T")
 
     @property
     def sensitivity_T(self) -> Tensor:
         """g = p (s - H) - c: a step on the token's logit changes entropy by A g."""
-        assert self.batch.sensitivity_T is not None, "this plan needs the scored sensitivity"
-        return self.batch.sensitivity_T
+        return _needed(self.batch.sensitivity_T, "sensitivity_T")
 
     @property
     def nucleus_entropy_T(self) -> Tensor:
         """Entropy [nats] of the nucleus of the token's distribution."""
-        nucleus_T = self.batch.nucleus_entropy_T
-        assert nucleus_T is not None, "this plan needs the scored nucleus"
-        return nucleus_T
+        return _needed(self.batch.nucleus_entropy_T, "nucleus_entropy_T")
 
     @property
     def tempered_T(self) -> Tensor:
         """ln(pi^T(a) / pi(a)) of the policy that was scored before the first update."""
-        assert self.batch.tempered_T is not None, "this plan needs the scored tempered policy"
-        return self.batch.tempered_T
+        return _needed(self.batch.tempered_T, "tempered_T")
 
     @property
     def reward_Q(self) -> Tensor:
         """Reward of every sequence of the batch, the same on all ranks; NaN where it has none."""
-        assert self.batch.reward_Q is not None, "this plan needs the rewards"
-        return self.batch.reward_Q
+        return _needed(self.batch.reward_Q, "reward_Q")
 
     @property
     def turn_T(self) -> Tensor:
         """The policy's turn that the token is in, from 0."""
-        assert self.batch.turn_T is not None, "this plan needs the turns"
-        return self.batch.turn_T.long()
+        return _needed(self.batch.turn_T, "turn_T").long()
 
     @property
     def proxy_surprisal_T(self) -> Tensor:
         """-ln of pi_old without its improbable tokens, renormalised; inf for those tokens."""
-        mass_T = self.batch.proxy_mass_T
-        assert mass_T is not None, "this plan needs the scored proxy"
-        return self.old_surprisal_T + mass_T
+        return self.old_surprisal_T + _needed(self.batch.proxy_mass_T, "proxy_mass_T")
 
     @property
     def probability_T(self) -> Tensor:

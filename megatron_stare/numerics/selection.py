@@ -95,16 +95,12 @@ class Across:
         return total
 
     def minimum(self, value_T: Tensor) -> float:
-        """Global minimum; an infinity is allowed.
-        ValueError where there is no value on any rank.
-        """
+        """Global minimum; may be infinite. ValueError where there is no value on any rank."""
         _required(self._agree(value_T), "minimum")
         return float(self._reduced(_extreme(value_T, largest=False), dist.ReduceOp.MIN))
 
     def maximum(self, value_T: Tensor) -> float:
-        """Global maximum; an infinity is allowed.
-        ValueError where there is no value on any rank.
-        """
+        """Global maximum; may be infinite. ValueError where there is no value on any rank."""
         _required(self._agree(value_T), "maximum")
         return float(self._reduced(_extreme(value_T, largest=True), dist.ReduceOp.MAX))
 

@@ -7,7 +7,6 @@ finite. e = Hbar - target.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Literal
@@ -193,8 +192,7 @@ def repo_r(
         torch.clamp(advantage * (1 + zeta * x), max=0.0),
     )
     shaped = torch.where(advantage == 0, advantage, shaped)
-    shaped_tokens = dataclasses.replace(tokens, advantage=shaped)
-    return clipped_surrogate(shaped_tokens, eps_clip, eps_clip_high, eps_clip_c)
+    return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c, shaped)
 
 
 def plan_adapo(
@@ -295,8 +293,7 @@ def dcpo_distribution(
     """
     mix = tokens.numbers["mix"]
     mixed = (1 - mix) * tokens.advantage + mix * tokens.values["pull"]
-    mixed_tokens = dataclasses.replace(tokens, advantage=mixed)
-    return clipped_surrogate(mixed_tokens, eps_clip, eps_clip_high, eps_clip_c)
+    return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c, mixed)
 
 
 def plan_opefo(step: Step, *, kernel: Literal["plain", "one_minus", "exact"] = "plain") -> LossPlan:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -137,5 +135,5 @@ def arm(
     """ARM (arXiv 2602.05281): clipped, with A' of its plan. alpha is not published, and what c(q)
     is taken over is inferred.
     """
-    shaped = dataclasses.replace(tokens, advantage=tokens.advantage + tokens.values["shift"])
-    return clipped_surrogate(shaped, eps_clip, eps_clip_high, eps_clip_c)
+    shaped = tokens.advantage + tokens.values["shift"]
+    return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c, shaped)

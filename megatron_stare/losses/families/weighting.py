@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Literal
 
@@ -91,8 +90,8 @@ def ar_lopti(
     (`ar`). Lopti alone: alpha 0, eta 0.4.
     """
     old = torch.exp(-tokens.old_surprisal)
-    shaped = dataclasses.replace(tokens, advantage=tokens.advantage * (alpha * old + 1 - alpha))
-    loss = clipped_surrogate(shaped, eps_clip, eps_clip_high, eps_clip_c)
+    shaped = tokens.advantage * (alpha * old + 1 - alpha)
+    loss = clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c, shaped)
     if tokens_of == "all":
         return loss
     return torch.where((old < eta) == (tokens_of == "low"), loss, 0.0)
@@ -175,8 +174,8 @@ def entro_adv(
 ) -> Tensor:
     """EntroAdv (arXiv 2506.14758): clipped, with A' = A + min(alpha sg(H), |A| / kappa)."""
     bonus = torch.minimum(alpha * tokens.entropy.detach(), tokens.advantage.abs() / kappa)
-    shaped = dataclasses.replace(tokens, advantage=tokens.advantage + bonus)
-    return clipped_surrogate(shaped, eps_clip, eps_clip_high, eps_clip_c)
+    shaped = tokens.advantage + bonus
+    return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c, shaped)
 
 
 def plan_hapo(step: Step, *, entropy_quantile: Fraction = 0.8) -> LossPlan:

@@ -174,7 +174,7 @@ class LocalVerifier(RewardBackend):
 
     def _judge(self, samples: Sequence[Sample]) -> list[Verdict]:
         try:
-            return [as_verdict(one) for one in self.function([each.judged for each in samples])]
+            return [as_verdict(one) for one in self.function(samples)]
         except Exception as error:  # a user's function may raise anything
             return [unverifiable(printable(f"{type(error).__name__}: {error}"))] * len(samples)
 

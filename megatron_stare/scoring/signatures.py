@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_stare.scoring.verdict import Judged, unverifiable
+from megatron_stare.scoring.verdict import Sample, unverifiable
 
 EXPECTED = (
     "write f(response, label, metadata) or, of all responses to a prompt, f(responses, label, "
@@ -51,15 +51,12 @@ class Called:
     call: Callable[[list[Any]], Any]
     grouped: bool
 
-    def __call__(self, samples: Sequence[Judged]) -> list[Any]:
+    def __call__(self, samples: Sequence[Sample]) -> list[Any]:
         """One result per sample. `samples`: a group, or a single sample for a function of one
         response. ValueError: a function of groups returned another number of results.
         """
-        names = ("response", "label", "metadata", "prompt")
-        given = [
-            SimpleNamespace(**dict(zip(names, sample, strict=True)), reward=None)
-            for sample in samples
-        ]
+        # slime's functions may set the reward of their sample
+        given = [SimpleNamespace(**vars(sample), reward=None) for sample in samples]
         result = self.call(given)
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))

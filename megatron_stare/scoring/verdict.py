@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 VerdictKind = Literal["correct", "wrong", "unverifiable"]
-Judged = tuple[str, str, dict[str, Any], str]  # response, label, metadata and prompt
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,6 @@ class Sample:
     prompt: str = ""  # the problem as text, which remote reward models read
     void: str = ""  # why there is nothing to judge; empty: there is something
     outcome: float | None = None  # reward that the episode itself returned
-
-    @property
-    def judged(self) -> Judged:
-        """The arguments of a verifier."""
-        return self.response, self.label, self.metadata, self.prompt
 
     @property
     def group(self) -> tuple[str, str, str]:

@@ -44,7 +44,6 @@ from typing import Any
 
 from megatron_stare.scoring.signatures import Called, adapted
 from megatron_stare.scoring.verdict import (
-    Judged,
     Sample,
     Verdict,
     announce_with,
@@ -114,7 +113,7 @@ class VerifierPool:
         if not samples:
             return []
         groups = groups_of(samples, grouped)
-        calls = [_Call(name, [samples[place].judged for place in places]) for places in groups]
+        calls = [_Call(name, [samples[place] for place in places]) for places in groups]
         with self._lock:
             self._start()
             for call in calls:
@@ -163,7 +162,7 @@ class _Call:
     """One call of a verifier. `verdicts`: one for each sample; none if no process can work."""
 
     name: str
-    samples: list[Judged]
+    samples: list[Sample]
     verdicts: Future[list[Verdict]] = field(default_factory=Future)
 
 
@@ -405,7 +404,7 @@ def _warm_up(path: str) -> None:
     getattr(importlib.import_module(path.rpartition(".")[0]), "warm_up", lambda: None)()
 
 
-def _judge(verifier: Called, samples: Sequence[Judged]) -> list[Verdict]:
+def _judge(verifier: Called, samples: Sequence[Sample]) -> list[Verdict]:
     try:
         return [as_verdict(result) for result in verifier(samples)]
     except MemoryError:

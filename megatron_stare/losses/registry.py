@@ -110,25 +110,28 @@ class Objective:
         A batch without a loss token on any rank is not planned for: its state stays.
         """
         coefficient_T = self.coefficients(batch, config, across)
-        step, plan, omega = Step(batch, across, dict(state), coefficient_T), LossPlan(), None
+        step = Step(batch, across, dict(state), coefficient_T)
+        plan = omega = LossPlan()  # omega: the weights of the objective composed with this one
         if step.tokens and self.needs_scores:
             plan = self.planner(step, **self._for(self.planner, self._settings(config)))
-            omega = self._weights(step, config)
+            if self.reweight is not None:
+                planner = self.reweight.planner
+                omega = planner(step, **self._for(planner, self._weights_settings(config)))
         if plan.kept_T is not None:
             coefficient_T = self.coefficients(batch, config, across, plan.kept_T)
         weight_T = coefficient_T.new_ones(coefficient_T.shape)
-        for factor_T in (plan.weight_T, None if omega is None else omega.weight_T):
+        for factor_T in (plan.weight_T, omega.weight_T):
             weight_T = weight_T if factor_T is None else weight_T * factor_T.to(weight_T.dtype)
         left = dict(state) if plan.state is None else plan.state
         return Signals(
             coefficient_T=coefficient_T,
             weight_T=weight_T,
-            metrics=({} if omega is None else omega.metrics) | plan.metrics,
-            state=left | (omega.state or {}) if omega else left,
+            metrics=omega.metrics | plan.metrics,
+            state=left | (omega.state or {}),
             kept_T=plan.kept_T,
             values=plan.values,
             numbers=plan.numbers,
-            chosen_T=plan.chosen_T if omega is None else omega.chosen_T,
+            chosen_T=plan.chosen_T if omega.chosen_T is None else omega.chosen_T,
         )
 
     def coefficients(
@@ -232,13 +235,6 @@ class Objective:
             return {}
         return self.reweight._settings(dataclasses.replace(config, settings={}))
 
-    def _weights(self, step: Step, config: LossConfig) -> LossPlan | None:
-        """The plan of the objective whose weights are composed with this loss."""
-        if self.reweight is None:
-            return None
-        planner = self.reweight.planner
-        return planner(step, **self._for(planner, self._weights_settings(config)))
-
     @staticmethod
     def _for(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
         return {name: settings[name] for name in declared(function)}
@@ -305,14 +301,12 @@ def objective_of(config: LossConfig) -> Objective:
     """The objective that a configuration asks for, with the weights it is composed with.
     UserError for an unknown name and for settings that do not fit.
     """
-    objective = find_objective(config.name)
-    if config.reweight != "none":
-        if config.name == config.reweight:
-            raise UserError(
-                f"loss.reweight={config.reweight} and loss.name={config.name} would weigh twice; "
-                "set loss.reweight=none"
-            )
-        objective = dataclasses.replace(objective, reweight=find_objective(config.reweight))
+    if config.name == config.reweight != "none":
+        raise UserError(
+            f"loss.reweight={config.reweight} and loss.name={config.name} would weigh twice; set "
+            "loss.reweight=none"
+        )
+    objective = _composed(config)
     objective.check(config)
     return objective
 
@@ -321,11 +315,15 @@ def reading(config: LossConfig, given: Collection[str] = ()) -> LossConfig:
     """The configuration without the fields that its objective does not read, but for those that
     are `given`: what runs with several objectives share. UserError: an unknown objective.
     """
-    objective = find_objective(config.name)
-    if config.reweight != "none":
-        objective = dataclasses.replace(objective, reweight=find_objective(config.reweight))
-    unread = set(objective.unread(config)) - set(given)
+    unread = set(_composed(config).unread(config)) - set(given)
     return dataclasses.replace(config, **{name: FIELD_SETTINGS[name].default for name in unread})
+
+
+def _composed(config: LossConfig) -> Objective:
+    objective = find_objective(config.name)
+    if config.reweight == "none":
+        return objective
+    return dataclasses.replace(objective, reweight=find_objective(config.reweight))
 
 
 def all_objectives() -> dict[str, Objective]:

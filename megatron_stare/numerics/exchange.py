@@ -41,11 +41,7 @@ def all_gather_bytes(content: bytes, group: ProcessGroup) -> list[bytes]:
 
     Each writes its own into zeros of the whole length, and the sum is everyone's.
     """
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    lengths_R = torch.zeros(size, dtype=torch.long)
-    lengths_R[rank] = len(content)
-    dist.all_reduce(lengths_R, group=group)
-    ends = lengths_R.cumsum(0).tolist()
+    rank, ends = dist.get_rank(group), list(itertools.accumulate(_lengths(content, group)))
     whole = torch.zeros(ends[-1], dtype=torch.uint8)
     if content:
         own = torch.from_numpy(numpy.frombuffer(content, numpy.uint8).copy())
@@ -60,14 +56,19 @@ def gather_bytes(content: bytes, group: ProcessGroup) -> list[bytes]:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if size == 1:
         return [content]
-    lengths_R = torch.zeros(size, dtype=torch.long)
-    lengths_R[rank] = len(content)
-    dist.all_reduce(lengths_R, group=group)
-    lengths = lengths_R.tolist()
-    parcels = [Parcel(length, holder, (0,)) for holder, length in enumerate(lengths) if length]
+    lengths = enumerate(_lengths(content, group))
+    parcels = [Parcel(length, holder, (0,)) for holder, length in lengths if length]
     there = deliver(lambda _: numpy.frombuffer(content, numpy.uint8), parcels, group)
     found = {parcels[number].holder: part.tobytes() for number, part in there.items()}
     return [found.get(holder, b"") for holder in range(size)] if rank == 0 else []
+
+
+def _lengths(content: bytes, group: ProcessGroup) -> list[int]:
+    """The length of every rank's content."""
+    lengths_R = torch.zeros(dist.get_world_size(group), dtype=torch.long)
+    lengths_R[dist.get_rank(group)] = len(content)
+    dist.all_reduce(lengths_R, group=group)
+    return lengths_R.tolist()
 
 
 def deliver(

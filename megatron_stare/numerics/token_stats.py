@@ -194,8 +194,7 @@ class _TokenStats(torch.autograd.Function):
         if grad_surprisal_N is None:
             grad_surprisal_N = torch.zeros_like(call.moments.mean_n)
         live = live_rows(grad_surprisal_N, grad_entropy_N)
-        run = _backward_of_logits if call.way == "logits" else _backward_of_tiles
-        grad_hidden_NH, weight_gradient = run(
+        grad_hidden_NH, weight_gradient = _backward(
             hidden_NH, call, live, grad_surprisal_N, grad_entropy_N, ctx.needs_input_grad[:2]
         )
         if grad_hidden_NH is not None and call.reduce_hidden_grad:
@@ -275,7 +274,7 @@ def tile_of(workspace: Tensor, hidden_nH: Tensor, weight_vH: Tensor) -> Tensor:
     return torch.mm(hidden_nH.to(wide), weight_vH.to(wide).t(), out=tile_nv)
 
 
-def _backward_of_tiles(
+def _backward(
     hidden_NH: Tensor,
     call: _StatsCall,
     live: Tensor | None,
@@ -283,14 +282,12 @@ def _backward_of_tiles(
     grad_entropy_N: Tensor | None,
     needed: tuple[bool, bool],
 ) -> tuple[Tensor | None, WeightGradient | None]:
-    """Backward of 'recompute' over the live rows:
-    logits again, gradient over them, then the two products.
+    """Over the live rows: the logits, kept or made again, the gradient in their place, then the two
+    products.
     """
     weight_VH, columns = call.shard.weight_VH, call.shard.real_rows
     count = hidden_NH.shape[0] if live is None else live.numel()
-    dtype = call.shard.logits_dtype
-    tiling = Tiling.blocked(count, call.shard.rows, dtype.itemsize, call.workspace_bytes)
-    workspace = hidden_NH.new_empty(tiling.row_count * tiling.column_count, dtype=dtype)
+    tiling, tile_at = _backward_tiles(hidden_NH, call, live, count)
     row_blocks, column_blocks = tiling.row_blocks(count), tiling.column_blocks(columns)
     weight_gradient = WeightGradient(weight_VH, len(row_blocks)) if needed[1] else None
     grad_hidden_NH = torch.empty_like(hidden_NH) if live is None else torch.zeros_like(hidden_NH)
@@ -303,9 +300,15 @@ def _backward_of_tiles(
             grad_hidden_NH[rows] if direct else torch.empty_like(hidden_nH, dtype=accumulate_in)
         )
         for position, tile_columns in enumerate(column_blocks):
-            tile_nv = tile_of(workspace, hidden_nH, weight_VH[tile_columns])
-            _write_gradient_(
-                tile_nv, tile_columns.start, rows, call, grad_surprisal_N, grad_entropy_N
+            tile_nv = tile_at(hidden_nH, tile_columns)
+            vocab_statistics.write_gradient_(
+                tile_nv,
+                tile_columns.start,
+                call.local_target_N[rows],
+                call.inverse_temperature(rows),
+                call.moments.rows(rows),
+                grad_surprisal_N[rows],
+                None if grad_entropy_N is None else grad_entropy_N[rows],
             )
             tile_nv = tile_nv.to(hidden_NH.dtype)
             if needed[0]:
@@ -321,57 +324,26 @@ def _backward_of_tiles(
     return grad_hidden_NH if needed[0] else None, weight_gradient
 
 
-def _backward_of_logits(
-    hidden_NH: Tensor,
-    call: _StatsCall,
-    live: Tensor | None,
-    grad_surprisal_N: Tensor,
-    grad_entropy_N: Tensor | None,
-    needed: tuple[bool, bool],
-) -> tuple[Tensor | None, WeightGradient | None]:
-    """Backward of 'logits': the gradient replaces the kept logits, so this runs once."""
+def _backward_tiles(
+    hidden_NH: Tensor, call: _StatsCall, live: Tensor | None, count: int
+) -> tuple[Tiling, Callable[[Tensor, slice], Tensor]]:
+    """The tiles of the `count` live rows, and the logits of one from its hidden states and columns.
+    The kept logits are one tile, which the gradient replaces: so this runs once.
+    """
+    weight_VH = call.shard.weight_VH
+    if call.way == "recompute":
+        dtype = call.shard.logits_dtype
+        tiling = Tiling.blocked(count, call.shard.rows, dtype.itemsize, call.workspace_bytes)
+        workspace = hidden_NH.new_empty(tiling.row_count * tiling.column_count, dtype=dtype)
+        return tiling, lambda hidden_nH, columns: tile_of(workspace, hidden_nH, weight_VH[columns])
     if call.spent:
         raise RuntimeError(
             "token_stats(way='logits') wrote its gradient over the logits: no second backward"
         )
     call.spent = True
-    weight_VH, columns = call.shard.weight_VH, slice(0, call.shard.real_rows)
-    logits_NV = call.logits_NV
+    kept_NV = call.logits_NV if live is None else compact_rows_(call.logits_NV, live)
     del call.logits_NV
-    rows: slice | Tensor = slice(0, hidden_NH.shape[0])
-    if live is not None:
-        rows, logits_NV = live, compact_rows_(logits_NV, live)
-    _write_gradient_(logits_NV, 0, rows, call, grad_surprisal_N, grad_entropy_N)
-    logits_NV = logits_NV.to(hidden_NH.dtype)
-    grad_hidden_NH = weight_gradient = None
-    if needed[0]:
-        grad_hidden_NH = hidden_NH.new_empty(logits_NV.shape[0], hidden_NH.shape[1])
-        add_vocabulary_sum_(grad_hidden_NH, logits_NV, weight_VH[columns], beta=0.0)
-        if live is not None:
-            grad_hidden_NH = torch.zeros_like(hidden_NH).index_copy_(0, live, grad_hidden_NH)
-    if needed[1]:
-        weight_gradient = WeightGradient(weight_VH, row_blocks=1)
-        weight_gradient.add(columns, logits_NV, hidden_NH[rows])
-    return grad_hidden_NH, weight_gradient
-
-
-def _write_gradient_(
-    tile_nv: Tensor,
-    first_column: int,
-    rows: slice | Tensor,
-    call: _StatsCall,
-    grad_surprisal_N: Tensor,
-    grad_entropy_N: Tensor | None,
-) -> None:
-    vocab_statistics.write_gradient_(
-        tile_nv,
-        first_column,
-        call.local_target_N[rows],
-        call.inverse_temperature(rows),
-        call.moments.rows(rows),
-        grad_surprisal_N[rows],
-        None if grad_entropy_N is None else grad_entropy_N[rows],
-    )
+    return Tiling(max(1, count), max(1, call.shard.real_rows)), lambda hidden_nH, columns: kept_NV
 
 
 def nucleus_entropy(logits_NV: Tensor, p: float, with_crossing: bool = False) -> Tensor:

@@ -27,7 +27,6 @@ def reasoning_gym(
     from reasoning_gym import get_score_answer_fn
 
     answer = extract(response, extraction, tag)
-    answer = None if answer is None else answer.strip()
     score = float(get_score_answer_fn(name)(answer, entry))
     return Verdict(score, "correct" if score >= 1 else "wrong", answer)
 

@@ -124,20 +124,17 @@ class JudgeClient:
                 text, finish, cost = await self._answer(question.text, temperature, seed, sample)
                 asked, tokens = asked + bool(cost), tokens + cost
                 if finish == "length":
-                    raise BadAnswer(f"the answer exceeds judge.max_tokens={self._most}")
+                    most = self.settings.max_tokens
+                    raise BadAnswer(f"the answer exceeds judge.max_tokens={most}")
                 value = question.read(object_in(text))
-            except (BadAnswer, NoAnswer) as error:
-                reason = f"{error}: {text}" if isinstance(error, BadAnswer) else str(error)
-                if isinstance(error, NoAnswer):
-                    break
-                continue
-            return Reply(value, text, "", asked, tokens, time.monotonic() - begun)
-        seconds = time.monotonic() - begun
-        return Reply(None, text, printable(reason), asked, tokens, seconds)
-
-    @property
-    def _most(self) -> int:
-        return self.settings.max_tokens
+            except NoAnswer as error:
+                reason = str(error)
+                break
+            except BadAnswer as error:
+                reason = f"{error}: {text}"
+            else:
+                return Reply(value, text, "", asked, tokens, time.monotonic() - begun)
+        return Reply(None, text, printable(reason), asked, tokens, time.monotonic() - begun)
 
     async def _answer(
         self, text: str, temperature: float, seed: int, sample: Sample
@@ -148,7 +145,7 @@ class JudgeClient:
             "messages": [{"role": "user", "content": text}],
             "temperature": temperature,
             "seed": seed,
-            "max_tokens": self._most,
+            "max_tokens": self.settings.max_tokens,
         }
         key = digest(json.dumps(body, sort_keys=True))
         if key not in self.kept.found and key in self._flying:  # the same text, asked right now

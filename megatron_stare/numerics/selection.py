@@ -96,13 +96,16 @@ class Across:
 
     def minimum(self, value_T: Tensor) -> float:
         """Global minimum; may be infinite. ValueError where there is no value on any rank."""
-        _required(self._agree(value_T), "minimum")
-        return float(self._reduced(_extreme(value_T, largest=False), dist.ReduceOp.MIN))
+        return -self._maximum(-value_T, "minimum")
 
     def maximum(self, value_T: Tensor) -> float:
         """Global maximum; may be infinite. ValueError where there is no value on any rank."""
-        _required(self._agree(value_T), "maximum")
-        return float(self._reduced(_extreme(value_T, largest=True), dist.ReduceOp.MAX))
+        return self._maximum(value_T, "maximum")
+
+    def _maximum(self, value_T: Tensor, name: str) -> float:
+        _required(self._agree(value_T), name)
+        local = value_T.max() if value_T.numel() else value_T.new_full((), float("-inf"))
+        return float(self._reduced(local.double().reshape(1), dist.ReduceOp.MAX))
 
     def quantile(self, value_T: Tensor, q: float) -> float:
         """The exact q-quantile, 0 <= q <= 1:
@@ -310,15 +313,6 @@ def _first_fault(value_T: Tensor, finite: bool) -> Tensor:
                 bad_T.any(), torch.cat([torch.full_like(place, fault), place]), found
             )
     return found
-
-
-def _extreme(value_T: Tensor, largest: bool) -> Tensor:
-    """[1] fp64 local extremum; the neutral infinity where this rank has no value."""
-    if value_T.numel() == 0:
-        return torch.full(
-            (1,), float("-inf" if largest else "inf"), dtype=torch.float64, device=value_T.device
-        )
-    return (value_T.max() if largest else value_T.min()).double().reshape(1)
 
 
 def _one_segment(value_T: Tensor) -> Tensor:

@@ -169,22 +169,20 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
     )
     if forms.compact(answer) == forms.compact(gold):
         return True
-    found, expected = plain_number(answer), plain_number(gold)
-    if found and expected:
-        return same_number(found, expected, rules.tolerance)
-    ranges = relations.as_interval(answer), relations.as_interval(gold)
-    if ranges[0] and ranges[1] and ranges[0][0] and ranges[1][0] and ranges[0][0] != ranges[1][0]:
+    number, expected = plain_number(answer), plain_number(gold)
+    if number and expected:
+        return same_number(number, expected, rules.tolerance)
+    mine, theirs = relations.as_interval(answer), relations.as_interval(gold)
+    if mine and theirs and mine[0] and theirs[0] and mine[0] != theirs[0]:
         return False  # x > 2 is not y > 2
-    several = [
-        forms.compound(one[1] if one else text)
-        for one, text in zip(ranges, (answer, gold), strict=True)
-    ]
-    if several[0] and several[1]:
-        kinds = {several[0].kind, several[1].kind}
+    found = forms.compound(mine[1] if mine else answer)
+    wanted = forms.compound(theirs[1] if theirs else gold)
+    if found and wanted:
+        kinds = {found.kind, wanted.kind}
         if "ratio" in kinds:
-            return several[0] == several[1]
+            return found == wanted
         if len(kinds) == 1 or kinds == {"list", "set"}:
-            return _same_items(several[0], several[1], rules)
+            return _same_items(found, wanted, rules)
         if "set" in kinds or any(kind.startswith("determinant") for kind in kinds):
             return False
     return _equal_by_algebra(answer, gold, rules)
@@ -192,27 +190,20 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
 
 def _same_items(answer: forms.Compound, gold: forms.Compound, rules: _Rules) -> bool:
     """Element by element; lists and unions in any order."""
-    if gold.kind not in ("list", "set", "union"):
-        return len(answer.items) == len(gold.items) and all(
-            _equal(mine, theirs, rules)
-            for mine, theirs in zip(answer.items, gold.items, strict=True)
-        )
     if len(answer.items) != len(gold.items):
         return False
+    if gold.kind not in ("list", "set", "union"):
+        pairs = zip(answer.items, gold.items, strict=True)
+        return all(_equal(mine, theirs, rules) for mine, theirs in pairs)
     left = list(gold.items)
     for mine in answer.items:
-        found = next(
-            (
-                place
-                for place, theirs in enumerate(left)
-                if mine.startswith("\\{") == theirs.startswith("\\{")
-                and _equal(mine, theirs, rules)
-            ),
-            None,
-        )
-        if found is None:
+        for theirs in left:
+            alike = mine.startswith("\\{") == theirs.startswith("\\{")
+            if alike and _equal(mine, theirs, rules):
+                left.remove(theirs)
+                break
+        else:
             return False
-        left.pop(found)
     return True
 
 

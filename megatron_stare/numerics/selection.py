@@ -12,9 +12,10 @@ How it stays exact:
   total is rounded once. The result is the correctly rounded true sum, so it has the same bits
   whatever the layout (about 526 int64 on the wire).
 - order statistics come from radix selection. A float's bits, read as an order-preserving unsigned
-  integer, are fixed eight at a time from the top; each round all-reduces a histogram of 256 counts
-  per segment. The traffic is 4 rounds for fp32 and 8 for fp64 (2 KiB each) however many values
-  there are. Ties go to the smallest global index, found the same way.
+  integer, are fixed eleven at a time from the top; each round all-reduces a histogram of 2048
+  counts. The traffic is 3 rounds for fp32 and 6 for fp64 (16 KiB each) however many values there
+  are; per segment eight bits at a time, in 4 or 8 rounds of 2 KiB for each segment. Ties go to the
+  smallest global index, found the same way.
 
 Shape legend: T values of this rank (0 is allowed), C candidates still in the running, G segments of
 values (sequences), each selected from on its own, D values of a digit.
@@ -30,7 +31,8 @@ from torch import Tensor
 
 from megatron_stare.numerics.transfer import to_device
 
-_DIGIT_BITS = 8  # of a key, fixed in one round of the radix selection
+# Bits of a key, fixed in one round of the radix selection: of all values, and of each segment.
+_DIGIT_BITS, _SEGMENT_DIGIT_BITS = 11, 8
 _NO_INDEX = -(1 << 62)  # below every index
 
 _SUM_BIN_EXPONENTS = 8
@@ -116,14 +118,16 @@ class Across:
         """
         if not 0.0 <= q <= 1.0:
             raise ValueError(f"quantile: q must lie in [0, 1], got {q}")
-        _required(self._agree(value_T, argument=_bits_of(q)), "quantile")
-        return float(self.quantiles(value_T, _one_segment(value_T), q, 1))
+        total = _required(self._agree(value_T, argument=_bits_of(q)), "quantile")
+        return float(self.quantiles(value_T, None, q, to_device([total], value_T.device)))
 
-    def quantiles(self, value_T: Tensor, segment_T: Tensor, q: float, size: int) -> Tensor:
-        """[size]: the q-quantile [fp64] of the values of each segment, 0 <= segment < `size`; any
-        number where a segment has no value. The values hold no NaN.
+    def quantiles(
+        self, value_T: Tensor, segment_T: Tensor | None, q: float, count_G: Tensor
+    ) -> Tensor:
+        """[G]: the q-quantile [fp64] of the `count_G` values of each segment, or of all; any number
+        where there is no value. The values hold no NaN.
         """
-        last_G = (self.counts(segment_T, size) - 1).clamp(min=0)
+        last_G = (count_G - 1).clamp(min=0)
         position_G = q * last_G.double()
         below_G = position_G.long()
         key_T, bits = ordered_key(value_T), key_bits(value_T)
@@ -149,24 +153,27 @@ class Across:
         if wanted in (0, total):
             return torch.full_like(value_T, wanted > 0, dtype=torch.bool)
         k_G = to_device([wanted], value_T.device)
-        return self.largest(value_T, index_T, _one_segment(value_T), k_G)
+        return self.largest(value_T, index_T, None, k_G)
 
-    def largest(self, value_T: Tensor, index_T: Tensor, segment_T: Tensor, k_G: Tensor) -> Tensor:
-        """bool mask_T of the `k_G` largest values of each segment over all ranks, in the order of
-        `top_k`; k_G is at most the number of the segment's values, which hold no NaN. Raises
+    def largest(
+        self, value_T: Tensor, index_T: Tensor, segment_T: Tensor | None, k_G: Tensor
+    ) -> Tensor:
+        """bool mask_T of the `k_G` largest values of each segment, or of all, over all ranks, in
+        the order of `top_k`; k_G is at most the number of the values, which hold no NaN. Raises
         ValueError, on every rank, for indices that repeat where a tie must be broken.
         """
         key_T = ordered_key(-value_T)  # ascending
         last_G, any_G = (k_G - 1).clamp(min=0), k_G > 0
         edge_G, place_G, tied_G = self._kth_smallest(key_T, key_bits(value_T), segment_T, last_G)
-        edge_T = edge_G[segment_T]
+        edge_T = _of_each(edge_G, segment_T)
         # unsigned: keys of fp64 fill the sign bit
         lowest = torch.iinfo(torch.int64).min
         inside_T, tied_T = (key_T ^ lowest) < (edge_T ^ lowest), key_T == edge_T
         if bool(((place_G + 1 < tied_G) & any_G).any()):
-            last_index_G = self._kth_index(index_T[tied_T], segment_T[tied_T], place_G, any_G)
-            tied_T &= index_T <= last_index_G[segment_T]
-        return (inside_T | tied_T) & any_G[segment_T]
+            segment_C = None if segment_T is None else segment_T[tied_T]
+            last_index_G = self._kth_index(index_T[tied_T], segment_C, place_G, any_G)
+            tied_T &= index_T <= _of_each(last_index_G, segment_T)
+        return (inside_T | tied_T) & _of_each(any_G, segment_T)
 
     def counts(self, key_T: Tensor, size: int) -> Tensor:
         """[size]: the global number of values with each key, 0 <= key < `size`."""
@@ -174,16 +181,18 @@ class Across:
         return self._reduced(local, dist.ReduceOp.SUM).to(key_T.device)
 
     def _kth_smallest(
-        self, key_C: Tensor, bits: int, segment_C: Tensor, k_G: Tensor
+        self, key_C: Tensor, bits: int, segment_C: Tensor | None, k_G: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The k-th smallest (from 0) key of each segment, read as unsigned; k less the number of
         smaller keys; and the number of equal keys, 0 where a segment has none.
         """
-        size, width = k_G.numel(), 1 << _DIGIT_BITS
+        digit_bits = _DIGIT_BITS if segment_C is None else _SEGMENT_DIGIT_BITS
+        size, width = k_G.numel(), 1 << digit_bits
         left_G, found_G, equal_G = k_G, torch.zeros_like(k_G), torch.zeros_like(k_G)
-        for low in reversed(range(0, bits, _DIGIT_BITS)):
+        for low in reversed(range(0, bits, digit_bits)):
             digit_C = (key_C >> low) & (width - 1)
-            count_GD = self.counts(segment_C * width + digit_C, size * width).view(size, width)
+            cell_C = digit_C if segment_C is None else segment_C * width + digit_C
+            count_GD = self.counts(cell_C, size * width).view(size, width)
             at_most_GD = count_GD.cumsum(1)
             digit_G = (at_most_GD <= left_G[:, None]).sum(1).clamp(max=width - 1)
             equal_G, at_most_G = (
@@ -192,11 +201,13 @@ class Across:
             )
             left_G = left_G - (at_most_G - equal_G)
             found_G = found_G | (digit_G << low)
-            kept_C = digit_C == digit_G[segment_C]
-            key_C, segment_C = key_C[kept_C], segment_C[kept_C]
+            kept_C = digit_C == _of_each(digit_G, segment_C)
+            key_C, segment_C = key_C[kept_C], None if segment_C is None else segment_C[kept_C]
         return found_G, left_G, equal_G
 
-    def _kth_index(self, index_C: Tensor, segment_C: Tensor, k_G: Tensor, any_G: Tensor) -> Tensor:
+    def _kth_index(
+        self, index_C: Tensor, segment_C: Tensor | None, k_G: Tensor, any_G: Tensor
+    ) -> Tensor:
         """The k-th smallest (from 0) of the tied global indices of each segment. ValueError where
         it is not unique in a segment of `any_G`.
         """
@@ -315,8 +326,9 @@ def _first_fault(value_T: Tensor, finite: bool) -> Tensor:
     return found
 
 
-def _one_segment(value_T: Tensor) -> Tensor:
-    return torch.zeros_like(value_T, dtype=torch.int64)
+def _of_each(value_G: Tensor, segment_C: Tensor | None) -> Tensor:
+    """The value of each token's segment; the only one where there are no segments."""
+    return value_G if segment_C is None else value_G[segment_C]
 
 
 def key_bits(value_T: Tensor) -> int:

@@ -202,7 +202,8 @@ def sequence_quantile(
     if not 0.0 <= q <= 1.0:
         raise ValueError(f"sequence_quantile: q must lie in [0, 1], got {q}")
     _refuse(~torch.isfinite(value_T), "sequence_quantile: a value that is not finite", across)
-    return across.quantiles(value_T, sequence_T, q, size)[sequence_T]
+    count_G = across.counts(sequence_T, size)
+    return across.quantiles(value_T, sequence_T, q, count_G)[sequence_T]
 
 
 def largest_per_sequence(

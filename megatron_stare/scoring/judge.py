@@ -55,7 +55,7 @@ _PER_ROUND = 0.1
 
 
 class RewardBackend(Protocol):
-    """Judges the samples of one reward."""
+    """Judges the samples of one reward. A reward that has nothing to end inherits `close`."""
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
         """One Verdict per sample, in order."""
@@ -63,6 +63,7 @@ class RewardBackend(Protocol):
 
     def close(self) -> None:
         """End what the reward has started."""
+        return
 
 
 @dataclass(frozen=True)

@@ -286,8 +286,8 @@ def test_a_million_values_over_four_ranks(ranks: list[dict[str, Any]]) -> None:
 
 def test_traffic_does_not_depend_on_the_number_of_values(ranks: list[dict[str, Any]]) -> None:
     traffic = ranks[0]["million", 4]["traffic"]
-    assert len(traffic) <= 4 + 1 + 3
-    assert sum(traffic) <= 8 * 256 * 8
+    assert len(traffic) <= 3 + 1 + 2
+    assert sum(traffic) <= 6 * 2048 * 8
 
 
 def test_every_rank_raises_the_same_error(ranks: list[dict[str, Any]]) -> None:

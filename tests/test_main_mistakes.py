@@ -68,8 +68,8 @@ MISTAKES = {
     "a key that verl adds": Mistake("+trainer.total_epochs=3", "did you mean 'train.num_rollout'?"),
     "adapters alone through a router": Mistake(
         "adapters.rank=4 adapters.merge=false rollout.engine=sglang sglang.router_url=http://a:1",
-        "with sglang.router_url=http://a:1; set adapters.merge=true, or leave sglang."
-        "router_url out",
+        "adapters.merge=false is not possible with sglang.router_url=http://a:1; set "
+        "adapters.merge=true or sglang.router_url=''",
     ),
     "layers of a stage without stages": Mistake(
         "policy.num_layers_in_last_pipeline_stage=1",
@@ -78,11 +78,12 @@ MISTAKES = {
     ),
     "shared prompts over context ranks": Mistake(
         "policy.shared_prompts=true policy.context_parallel_size=2",
-        "policy.shared_prompts=true needs policy.context_parallel_size=1, not 2; set one of them",
+        "policy.shared_prompts=true is not possible with policy.context_parallel_size=2, which "
+        "splits the prompts; set policy.shared_prompts=false or policy.context_parallel_size=1",
     ),
     "shared prompts of padded sequences": Mistake(
         "policy.shared_prompts=true policy.packed_sequences=false",
-        "policy.shared_prompts=true needs policy.packed_sequences=true; set one of them",
+        "set policy.shared_prompts=false or policy.packed_sequences=true",
     ),
     "an option of slime": Mistake(
         "--rollout-batch-size 32", "it is a setting here: write rollout.rollout_batch_size=32"
@@ -216,7 +217,7 @@ MISTAKES = {
     ),
     "servers of a reference at another temperature": Mistake(
         "sglang.reference_urls=[a] loss.kl_loss_coef=0.1 rollout.rollout_temperature=0.8",
-        "sglang.reference_urls needs rollout.rollout_temperature=1",
+        "which give log-probs at temperature 1; set rollout.rollout_temperature=1.0 or sglang.ref",
     ),
     "a reference on a server that does not answer": Mistake(
         "sglang.reference_urls=[http://127.0.0.1:9] loss.kl_loss_coef=0.1", "start the server"
@@ -227,7 +228,7 @@ MISTAKES = {
     "an exact divergence from a teacher on servers": Mistake(
         "loss.distillation_coef=1 loss.distillation_top_k=8 policy.ref_hf_checkpoint=model "
         "rollout.dynamic_sampling=false sglang.reference_urls=[http://127.0.0.1:9]",
-        "loss.distillation_top_k=8 needs the teacher's whole distribution",
+        "['http://127.0.0.1:9'], which do not give the teacher's whole distribution; set loss.dist",
     ),
     "rewards against no teacher": Mistake(
         "loss.reward_coef=0", "loss.reward_coef=0.0 has no effect without loss.distillation_coef"

@@ -16,17 +16,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_stare.config.aliases import unknown
 from megatron_stare.config.errors import UserError
+from megatron_stare.config.rules import check, unread
 from megatron_stare.config.settings import (
     Setting,
-    check_readers,
     fields_of,
     kind_of_values,
     lookup,
     setting_of,
     settings,
-    unread,
 )
-from megatron_stare.config.tree import Config, check
+from megatron_stare.config.tree import Config
 
 SECRETS = ("sglang.api_key",)  # in no file and no message
 _FLOAT = re.compile(
@@ -75,7 +74,7 @@ def override(config: Config, overrides: Iterable[str]) -> Config:
         node, name = _node(tree, key)
         node[name] = _merged(node.get(name), value)
         given.add(key)
-    idle = {key for _, keys in unread(_validated(tree)) for key in keys}
+    idle = {key for keys in unread(_validated(tree)).values() for key in keys}
     for key in idle - given:
         node, name = _node(tree, key)
         node[name] = settings()[key].default
@@ -86,7 +85,6 @@ def from_tree(tree: dict[str, Any]) -> Config:
     """A Config from nested sections, e.g. {"loss": {"name": "grpo"}}; UserError as in override."""
     config = _validated(tree)
     check(config)
-    check_readers(config)
     return config
 
 

@@ -8,7 +8,7 @@ import re
 import types
 import typing
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Union
+from typing import Any, Literal, Union
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -188,108 +188,3 @@ def lookup(config: Config, key: str) -> Any:
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
     return node
-
-
-class Readers(NamedTuple):
-    """Settings that are read only while the setting `key` has one of `values` (a list: contains
-    one); without values, any other than its default. The name of a section stands for all of its
-    settings. `needed`: the words for `key` in a message.
-    """
-
-    settings: list[str]
-    key: str
-    values: tuple[Any, ...] = ()
-    needed: str = ""
-
-
-def _keys(section: str, names: str) -> list[str]:
-    return [f"{section}.{name}" for name in names.split()]
-
-
-_AEPO = "target_entropy high_temperature low_temperature prompt_share max_rollouts"
-_UEC_RL = (
-    "temperature samples min_resampled_advantage replay_interval replay_batches replay_advantage "
-    "replay_negative"
-)
-READERS = (
-    Readers(_keys("rollout.resampling", _AEPO), "rollout.resampling.method", ("aepo",)),
-    Readers(_keys("rollout.resampling", _UEC_RL), "rollout.resampling.method", ("uec_rl",)),
-    Readers(["rollout.resampling.min_advantage"], "rollout.resampling.method"),
-    Readers(_keys("data", "min_pass_rate max_pass_rate"), "data.pass_rates"),
-    Readers(_keys("adapters", "alpha targets experts start merge"), "adapters.rank"),
-    Readers(["optimizer.min_lr"], "optimizer.lr_decay_style"),
-    Readers(["policy.recompute_modules"], "policy.recompute_granularity", ("selective",)),
-    Readers(["loss.kl_loss_type", "policy.ref_update_interval"], "loss.kl_loss_coef"),
-    Readers(_keys("loss", "distillation_top_k reward_coef"), "loss.distillation_coef"),
-    Readers(
-        ["policy.ref_hf_checkpoint", "sglang.reference_urls"],
-        *("loss.reads_reference", (True,), "loss.kl_loss_coef or loss.distillation_coef"),
-    ),
-    Readers(_keys("mismatch", "lower upper normalize rejected accepted"), "mismatch.correction"),
-    Readers(["scoring.answer_tag"], "scoring.extraction", ("tag", "any")),
-    Readers(["scoring.overlong_penalty_factor"], "scoring.overlong_buffer_len"),
-    Readers(["scoring.format_pattern"], "scoring.names", ("format",), "scoring.reward=format"),
-    Readers(["scoring.language"], "scoring.names", ("language",), "scoring.reward=language"),
-    Readers(
-        _keys("scoring", "code_seconds code_output_bytes code_partial_credit"),
-        *("scoring.names", ("code",), "scoring.reward=code"),
-    ),
-    Readers(
-        _keys("scoring", "remote_url remote_timeout remote_attempts remote_concurrency"),
-        *("scoring.names", ("remote",), "scoring.reward=remote"),
-    ),
-    Readers(["judge"], "scoring.names", ("judge",), "scoring.reward=judge"),
-    Readers(["tools"], "tools.environment"),
-    Readers(
-        ["cold_start"], "cold_start.runs", (True,), "both cold_start.data and cold_start.steps"
-    ),
-    Readers(["agents"], "agents.active", (True,), "agents.function or agents.command"),
-    Readers(_keys("sglang", "urls router_url"), "rollout.engine", ("sglang",)),
-    Readers(_keys("sglang", "relays full_sync_interval"), "sglang.sync_method", ("delta",)),
-    Readers(["sglang.sync_directory"], "sglang.sync_method", ("disk",)),
-    Readers(["sglang.draft_tokens"], "sglang.speculation"),
-)
-
-
-def unread(config: Config) -> list[tuple[Readers, list[str]]]:
-    """The settings that differ from their defaults and that nothing in a run reads. Arms of a
-    comparison are runs: what they share may be for some of them, and nothing of it is named.
-    """
-    found = []
-    for one, keys in () if config.compare.arms else _readers():
-        if not _is_read(config, one):
-            changed = [key for key in keys if lookup(config, key) != settings()[key].default]
-            found += [(one, changed)] if changed else []
-    return found
-
-
-@functools.cache
-def _readers() -> list[tuple[Readers, list[str]]]:
-    """READERS, each with the keys of its settings and of its sections."""
-    return [
-        (one, [k for k in settings() if {k, k.partition(".")[0]}.intersection(one.settings)])
-        for one in READERS
-    ]
-
-
-def _is_read(config: Config, one: Readers) -> bool:
-    value = lookup(config, one.key)
-    if not one.values:
-        return bool(value != settings()[one.key].default)
-    return any(each in one.values for each in (value if isinstance(value, list) else [value]))
-
-
-def reset(key: str) -> str:
-    """The override that returns a setting to its default."""
-    return f"{key}={written(settings()[key].default)}"
-
-
-def check_readers(config: Config) -> None:
-    """UserError: nothing reads settings that are not at their defaults."""
-    for one, keys in unread(config):
-        given = ", ".join(f"{key}={written(lookup(config, key))}" for key in keys)
-        needed = one.needed or "=".join([one.key, *map(str, one.values[:1])])
-        raise UserError(
-            f"{given} {'have' if keys[1:] else 'has'} no effect without {needed}; set that, or "
-            f"return to {', '.join(map(reset, keys))}"
-        )

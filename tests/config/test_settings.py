@@ -9,7 +9,8 @@ import re
 import pytest
 
 from megatron_stare.config import Config, OptimizerConfig, RolloutConfig, UserError, override
-from megatron_stare.config.settings import settings, unread
+from megatron_stare.config.rules import READERS, RELATIONS, check, unread
+from megatron_stare.config.settings import settings
 
 
 def test_every_setting_has_its_type_default_and_sentence() -> None:
@@ -32,6 +33,7 @@ def test_every_sentence_can_be_read_alone(setting) -> None:
     assert setting.default is None or setting.checked(setting.default) == setting.default
 
 
+SECTIONS = {field.name for field in dataclasses.fields(Config)}
 READ = {
     "scoring.format_pattern=^<think>": ["scoring.rewards={math: 1, format: 0.1}"],
     "scoring.code_seconds=9": ["scoring.reward=per_source", "scoring.per_source={a: code}"],
@@ -49,9 +51,20 @@ READ = {
 
 @pytest.mark.parametrize(("word", "readers"), READ.items(), ids=list(READ))
 def test_a_setting_needs_a_reader(word: str, readers: list[str]) -> None:
-    assert unread(override(Config(), [*readers, word])) == []
+    assert not unread(override(Config(), [*readers, word]))
     with pytest.raises(UserError, match=f"{word.partition('=')[0]}.* has no effect without"):
         override(Config(), [word])
+
+
+def test_every_rule_is_of_settings_and_the_defaults_break_none() -> None:
+    """A misspelt key in a rule would make it hold for no configuration."""
+    assert {key for keys in READERS.values() for key in keys} <= settings().keys() | SECTIONS
+    conditions = [*READERS, *(word for relation in RELATIONS for word in relation.split(" ")[::2])]
+    for condition in conditions:
+        key = condition.partition("=")[0]
+        section, _, name = key.partition(".")
+        assert key in settings() or hasattr(getattr(Config(), section), name), condition
+    check(Config())
 
 
 def test_settings_of_a_recipe_go_with_their_reader() -> None:

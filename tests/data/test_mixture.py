@@ -247,7 +247,7 @@ def test_bad_pass_rates_are_refused(overrides, rates, words, tmp_path):
     [
         (["data.sources={a.jsonl: 0}"], r"must lie in \(0, inf\)"),
         (["data.sources={a.jsonl: -1}"], r"must lie in \(0, inf\)"),
-        (["data.sources={a.jsonl: 1}", "data.prompt_data=b.jsonl"], "both set"),
+        (["data.sources={a.jsonl: 1}", "data.prompt_data=b.jsonl"], "set data.prompt_data="),
         (["data.sources={a.jsonl: many}"], "data.sources"),
         (["data.deduplicate=fuzzy"], "none, exact, normalised"),
     ],

@@ -91,11 +91,11 @@ def test_the_answers_of_a_data_set_are_compared_by_its_reward(judge: Judge) -> N
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["scoring.reward=per_source"], "scoring.reward=per_source needs the reward of each"),
-        (["scoring.per_source={a: math}"], "has no effect; set scoring.reward=per_source"),
+        (["scoring.reward=per_source"], "scoring.reward=per_source needs scoring.per_source; give"),
+        (["scoring.per_source={a: math}"], "has no effect without scoring.reward=per_source; set"),
         (["scoring.reward=per_source", "scoring.per_source={a: per_source}"], "has itself"),
         (["scoring.reward=per_source", "scoring.per_source={a: judge}"], "needs a language model"),
-        (["scoring.reward=per_source", "scoring.per_source={a: episode}"], "there is none; set"),
+        (["scoring.reward=per_source", "scoring.per_source={a: episode}"], "needs agents.fun"),
     ],
 )
 def test_impossible_settings_are_refused(overrides: list[str], message: str) -> None:

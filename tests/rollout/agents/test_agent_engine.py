@@ -190,7 +190,7 @@ def test_an_agent_that_cannot_be_loaded_is_refused(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"agents.function": "a.b", "agents.command": "[c]"}, "keep one"),
+        ({"agents.function": "a.b", "agents.command": "[c]"}, "set agents.function="),
         ({"agents.function": "a.b", "tools.environment": "python"}, "tools.environment"),
         ({"scoring.reward": "episode"}, "scoring.reward=episode"),
         ({"agents.function": "a.b", "policy.routing_replay": "rollout"}, "routing_replay"),

@@ -84,8 +84,8 @@ def test_a_speculating_server_drafts_one_chain(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (("sglang.deterministic=true",), "sglang.deterministic=true promises"),
-        (("policy.routing_replay=rollout",), "whose servers return no expert choices"),
+        (("sglang.deterministic=true",), "sglang.deterministic=true, which promises"),
+        (("policy.routing_replay=rollout",), "whose expert choices these servers do not return"),
         (("sglang.server_args=--max-running-requests 8",), "--max-running-requests 8, fewer than"),
         (("sglang.server_args=--speculative-accept-threshold-acc 0.9",), "inexact"),
         (("sglang.server_args=--speculative-algorithm EAGLE3",), "set sglang.speculation"),

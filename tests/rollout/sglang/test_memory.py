@@ -82,7 +82,9 @@ def test_a_server_that_cannot_give_memory_back_is_refused(
 
 def test_nccl_cannot_broadcast_to_a_gpu_it_shares(tmp_path: Path):
     shared = ("rollout.engine=sglang", "sglang.colocated=true")
-    with pytest.raises(UserError, match=r"shares them; leave it out, so that memory handles"):
+    with pytest.raises(
+        UserError, match=r"needs separate GPUs for trainer and servers; set .*sync_method=null"
+    ):
         small_config(tmp_path, *shared, "sglang.sync_method=broadcast")
     assert small_config(tmp_path, *shared).sglang.transport == "tensor"
     assert small_config(tmp_path, shared[0]).sglang.transport == "broadcast"

@@ -33,8 +33,7 @@ class DataConfig:
     """Source of the training prompts: a file, a directory, several of them separated by commas,
     `reasoning_gym:NAME?size=500&seed=1`, or a function package.module.name."""
     sources: dict[str, Positive] = Field(default_factory=dict)
-    """Mixture of sources with their weights, e.g. `{a.jsonl: 3, b.parquet: 1}`, used instead of
-    data.prompt_data."""
+    """Sources mixed by weight, e.g. `{a.jsonl: 3, b.parquet: 1}`, instead of data.prompt_data."""
     input_key: str = "prompt"
     """Column that holds the prompt, either as text or as a list of chat messages."""
     label_key: str = "label"
@@ -58,13 +57,11 @@ class DataConfig:
     rollout_max_prompt_len: Count = 1024
     """Maximum number of tokens in a prompt; a longer prompt is handled as data.on_bad_row says."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """Treatment of an unusable row: `error` ends the run, `skip` leaves the row out and counts
-    it."""
+    """Treatment of an unusable row: `error` ends the run, `skip` leaves it out and counts it."""
     deduplicate: Literal["none", "exact", "normalised"] = "none"
     """How repeated training prompts are found; the first of equal prompts is kept."""
     drop_evaluation_prompts: bool = False
-    """Leave out training prompts that also occur in evaluation.eval_data; if false, they are only
-    counted."""
+    """Leave out training prompts that are also in evaluation.eval_data; false only counts them."""
     pass_rates: str = ""
     """File problems.jsonl that `evaluate` has written for the training prompts; a prompt is kept if
     its fraction of correct responses lies in data.min_pass_rate .. data.max_pass_rate. Prompts that
@@ -118,8 +115,7 @@ class EvaluationConfig:
     eval_top_k: Whole = 0
     """Number of most likely tokens that evaluation samples from; 0 is unlimited."""
     eval_max_response_len: Whole = 0
-    """Maximum number of tokens in an evaluation response; 0 uses
-    rollout.rollout_max_response_len."""
+    """Maximum tokens in an evaluation response; 0 uses rollout.rollout_max_response_len."""
     per_set: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
     """Settings of single evaluation sets by name, e.g. `evaluation.per_set.aime24.n_samples=32`."""
     reflection_words: list[str] = Field(default_factory=_reflection_words)

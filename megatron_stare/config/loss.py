@@ -28,11 +28,9 @@ class LossConfig:
     """Objective: a name that `python -m megatron_stare algorithms` lists, or a function
     package.module.name under @policy_loss()."""
     eps_clip: Fraction | None = None
-    """Lower clip range: the ratio is clipped below 1 - eps_clip; unset uses the objective's
-    published value."""
+    """Lower clip range: the ratio is clipped below 1 - eps_clip; unset is the objective's own."""
     eps_clip_high: NonNegative | None = None
-    """Upper clip range: the ratio is clipped above 1 + eps_clip_high; unset uses the objective's
-    published value."""
+    """Upper clip range: ratios are clipped above 1 + eps_clip_high; unset: the objective's own."""
     eps_clip_c: NonNegative | None = None
     """Bound of the dual clip on tokens with a negative advantage, above 1; 0 turns it off, and
     unset uses the objective's published value."""
@@ -48,13 +46,11 @@ class LossConfig:
     ) = None
     """How token losses become the batch loss; unset uses the objective's own aggregation."""
     padded_length: Count | None = None
-    """Length by which the aggregation seq-mean-token-sum-norm divides; unset uses
-    rollout.rollout_max_response_len."""
+    """Divisor of aggregation seq-mean-token-sum-norm; unset is rollout.rollout_max_response_len."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of the objective that have no field here, e.g. `loss.settings.w_min=0.7`."""
     reweight: Literal["none", "stare"] = "none"
-    """Multiply the token weights of STARE, with its settings below, into the loss of another
-    objective."""
+    """Multiply STARE's token weights, by STARE's settings, into the loss of another objective."""
     kl_loss_coef: NonNegative = 0.0
     """Coefficient of the KL divergence to policy.ref_hf_checkpoint in every token's loss."""
     kl_loss_type: Literal["k1", "k1+", "abs", "k2", "k3", "k3+", "low_var_kl"] = "k3"
@@ -67,19 +63,16 @@ class LossConfig:
     """Number of the policy's likeliest tokens over which the divergence from the teacher is exact,
     all others taken as one; 0 estimates it by the sampled token."""
     reward_coef: NonNegative = 1.0
-    """Coefficient of the rewards' advantage next to that of a teacher; 0 learns from the teacher
-    alone."""
+    """Coefficient of the rewards' advantage next to a teacher's; 0 learns from a teacher alone."""
     variant: Literal["O1", "C2"] = "O1"
     """Variant of STARE: `O1` raises the weight of surprising tokens with positive advantage, `C2`
     also lowers that of surprising tokens with negative advantage."""
     top_p_ratio: Fraction = 0.1
-    """STARE's P: fraction of the tokens with positive, and of those with negative advantage that is
-    reweighted."""
+    """STARE's P: fraction of the tokens of either sign of advantage that is reweighted."""
     reweight_w: AtLeastOne = 1.1
     """STARE's W: loss weight of the most surprising tokens with positive advantage."""
     reweight_m: Fraction = 0.9
-    """STARE's M: loss weight of the most surprising tokens with negative advantage, in variant
-    C2."""
+    """STARE's M: weight of the most surprising tokens with negative advantage, in variant C2."""
     target_entropy: NonNegative = 0.3
     """STARE's target of the mean entropy per token, in nats."""
     gate: bool = True
@@ -138,8 +131,7 @@ class MismatchConfig:
     accepted: Literal["ratio", "one"] = "ratio"
     """Weight of the tokens that a masking correction (mis, icepop) accepts: their ratio, or 1."""
     alarm: NonNegative = 0.0
-    """Mean |ln pi_trainer - ln pi_rollout| of a batch, in nats, above which the alarm is raised; 0
-    never raises it."""
+    """Limit of the mean |ln pi_trainer - ln pi_rollout| of a batch, in nats; 0 raises no alarm."""
     parity_before: Annotated[Integer, Ge(0), Le(1 << 20)] = 0
     """Number of prompts on which engine and trainer are compared before the first step; the run
     ends if they differ by more than mismatch.alarm, or alarms.mismatch; 0 compares nothing."""

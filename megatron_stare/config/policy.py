@@ -40,8 +40,7 @@ class TuningConfig:
     overlap_grad_reduce: bool | None = None
     """Sum gradients over data-parallel replicas during the backward pass."""
     batch_p2p_sync: bool | None = None
-    """Synchronise the device after every send between pipeline stages, as older versions of torch
-    require."""
+    """Synchronise the device after every send between pipeline stages, as older torch requires."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
     """How the scales of policy.fp8 are computed."""
 
@@ -73,8 +72,7 @@ class PolicyConfig:
     expert_model_parallel_size: Count = 1
     """Number of ranks over which the experts of a layer are distributed (EP)."""
     expert_tensor_parallel_size: Whole = 0
-    """Number of ranks that split the matrices of one expert; 0 uses
-    policy.tensor_model_parallel_size."""
+    """Number of ranks that split an expert's matrices; 0 uses policy.tensor_model_parallel_size."""
     sequence_parallel: bool = False
     """Split activations between matrices over the tensor-parallel ranks."""
     use_distributed_optimizer: bool = False
@@ -178,8 +176,7 @@ class OptimizerConfig:
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning-rate decay after warm-up."""
     lr_decay_iters: Whole = 0
-    """Number of optimizer steps until the learning rate reaches optimizer.min_lr; 0 uses all steps
-    of the run."""
+    """Optimizer steps until the learning rate reaches optimizer.min_lr; 0 uses the whole run."""
     lr_warmup_iters: Whole = 0
     """Number of optimizer steps over which the learning rate rises from 0 to optimizer.lr."""
     weight_decay: NonNegative = 0.01
@@ -206,8 +203,7 @@ class TrainConfig:
     epochs: Count = 1
     """Number of passes over each rollout batch."""
     max_nonfinite_steps: Count = 3
-    """Number of consecutive steps skipped for a non-finite statistic or gradient after which the
-    run stops."""
+    """Number of consecutive steps skipped for non-finite values after which the run stops."""
     replan: bool = True
     """Score the batch again and plan the loss again before every update after the first; if false,
     the first plan is used for all updates."""

@@ -36,8 +36,7 @@ class ResamplingConfig:
     prompt_share: PositiveFraction = 0.25
     """AEPO: fraction of the batch's prompts that are resampled, taken from its start."""
     max_rollouts: Count = 60
-    """AEPO: maximum number of resampled rollouts that join the batch, each replacing another
-    rollout."""
+    """AEPO: maximum number of resampled rollouts in the batch, each replacing another rollout."""
     min_advantage: NonNegative = 0.05
     """Minimum advantage: AEPO keeps a resampled rollout whose advantage is larger, UEC-RL keeps a
     first-round rollout whose |advantage| is larger."""
@@ -46,11 +45,9 @@ class ResamplingConfig:
     samples: Annotated[Integer, Ge(2)] = 20
     """UEC-RL: number of rollouts of each resampled prompt."""
     min_resampled_advantage: NonNegative = 0.5
-    """UEC-RL: minimum |advantage| among the resampled rollouts of a prompt for a rollout to be
-    kept."""
+    """UEC-RL: minimum |advantage| among a prompt's resampled rollouts for a rollout to be kept."""
     replay_interval: Whole = 5
-    """UEC-RL: number of newly sampled batches between two batches from the replay buffer; 0 never
-    replays."""
+    """UEC-RL: number of new batches between two batches from the replay buffer; 0 never replays."""
     replay_batches: Count = 2
     """UEC-RL: number of newest batches whose rollouts the replay buffer keeps."""
     replay_advantage: NonNegative = 1.0
@@ -69,8 +66,7 @@ class RolloutConfig:
     """The rollout batch: its engine, size, filters and age."""
 
     engine: Literal["embedded", "sglang"] = "embedded"
-    """Rollout engine: `embedded` is transformers inside the trainer, `sglang` uses SGLang
-    servers."""
+    """Rollout engine: `embedded` is transformers in the trainer, `sglang` uses SGLang servers."""
     asynchrony: Literal["on_policy", "one_step_off", "fully_async"] = "on_policy"
     """How generation and training overlap: not at all, one batch ahead, or continuously."""
     rollout_batch_size: Count = 64
@@ -96,8 +92,7 @@ class RolloutConfig:
     max_generation_rounds: Count = 10
     """Maximum number of generation rounds of dynamic sampling in one step."""
     accept_partial_batch: bool = False
-    """Train on the groups at hand, at least one, if the last generation round leaves the batch
-    incomplete."""
+    """Train on an incomplete batch, of at least one group, after the last generation round."""
     max_staleness: Annotated[Integer, Ge(-1)] = -1
     """Maximum age of a rollout's oldest token, in rollout batches; older rollouts are dropped and
     counted. -1 means 0 in on_policy mode with rollout.long_tail=wait or gather, else 1."""
@@ -167,8 +162,7 @@ class ToolsConfig:
     output_characters: Annotated[Integer, Ge(100)] = 8192
     """Maximum number of characters of one tool result; the rest is cut and marked."""
     answer_pattern: str = r"\\boxed\{"
-    """Regular expression that recognises an answer: a turn with neither a call nor a match is
-    void."""
+    """Regular expression of an answer: a turn with neither a call nor a match is void."""
     filter_void_turns: bool = False
     """End the episode at a void turn and exclude the rollout from the loss."""
 
@@ -183,8 +177,7 @@ class AgentsConfig:
     """Agent as a function package.module.name that takes a row and an endpoint and returns the
     reward; empty runs no agent."""
     command: list[str] = Field(default_factory=list)
-    """Agent as a command with its arguments, in which {base_url}, {api_key} and {model} are
-    replaced."""
+    """Agent as a command with arguments; {base_url}, {api_key} and {model} in it are replaced."""
     python: str = ""
     """Python of the environment that the agent is installed in; empty uses the trainer's."""
     format: Literal["hermes", "qwen3_coder", "code"] = "hermes"

@@ -40,8 +40,7 @@ class RunConfig:
     seed: Integer = 0
     """Random seed of the data order and of all sampling."""
     save_interval: Whole = 50
-    """Number of rollout batches between two checkpoints; 0 saves only at the end and on a
-    signal."""
+    """Number of rollout batches between two checkpoints; 0 saves only at the end or on a signal."""
     keep_last: Count = 2
     """Number of newest checkpoints that are kept."""
     keep_every: Whole = 0
@@ -82,8 +81,7 @@ class DiagnosticsConfig:
     tokens: Whole = 40
     """Number of rows in each token table of a diagnostics file."""
     realised: bool = False
-    """Score every batch once more after its updates, to measure entropy_change/realised on the same
-    tokens."""
+    """Score every batch again after its updates, for entropy_change/realised of the same tokens."""
 
 
 @section
@@ -96,11 +94,9 @@ class AlarmsConfig:
     stop: list[AlarmName] = Field(default_factory=list)
     """Names of the alarms that end the run with a checkpoint; other alarms only warn."""
     patience: Count = 10
-    """Number of consecutive steps beyond a limit before entropy, length or format raise an
-    alarm."""
+    """Number of consecutive steps beyond a limit before entropy, length or format raise alarms."""
     window: Annotated[Integer, Ge(2)] = 50
-    """Number of recent steps from which medians are taken, and for which a raised alarm is not
-    repeated."""
+    """Number of recent steps for medians, and for which a raised alarm is not repeated."""
     entropy_low: Fraction = 0.5
     """Lower limit of the batch entropy, as a multiple of the loss's target entropy, or of the first
     step's entropy if the loss has no target."""
@@ -117,13 +113,11 @@ class AlarmsConfig:
     length: NonNegative = 2.0
     """Factor by which the mean response length may rise above, or fall below, its median."""
     format: Fraction = 0.25
-    """Upper limit of the increase in the fraction of rollouts that are truncated or contain no
-    answer."""
+    """Upper limit of the increase in the fraction of rollouts truncated or without an answer."""
     repeated: Fraction = 0.1
     """Upper limit of the fraction of rollouts that end by repeating one stretch of text."""
     reward: Fraction = 0.05
-    """Upper limit of the fall in accuracy from one half of the window to the next while the reward
-    rises."""
+    """Upper limit of the fall in accuracy from one half-window to the next as the reward rises."""
 
 
 @section

@@ -40,17 +40,14 @@ class ScoringConfig:
     """The reward and advantage of a response (docs/rewards.md)."""
 
     reward: str = "math"
-    """Reward that decides whether a response is correct: a built-in name, or a function
-    package.module.name."""
+    """Reward that decides correctness: a built-in name, or a function package.module.name."""
     shaping: Literal["none", "signed", "retool"] = "none"
     """How the reward is reshaped: `signed` gives 1 for correct and -1 for wrong; `retool` adds 0.1
     to a wrong response for each round with a tool, up to -0.6."""
     rewards: dict[str, Number] = Field(default_factory=dict)
-    """Rewards that are summed with these weights, e.g. `{math: 1, format: 0.1}`; empty uses
-    scoring.reward alone."""
+    """Weights of summed rewards, e.g. `{math: 1, format: 0.1}`; empty uses scoring.reward alone."""
     per_source: dict[str, str] = Field(default_factory=dict)
-    """Reward of each data set (data.source_key), e.g. `{dapo: math, taco: code}`, for the reward
-    per_source."""
+    """Reward of each data.source_key for the reward per_source, e.g. `{dapo: math, taco: code}`."""
     extraction: Literal["boxed", "answer", "tag", "any"] = "any"
     """Where math, multiple_choice and reasoning_gym look for the answer: in \\boxed{}, on an
     "Answer:" line, in a tag, or in any of these."""
@@ -67,8 +64,7 @@ class ScoringConfig:
     language: Script = "latin"
     """Script in which the reward language expects the response to be written."""
     overlong_buffer_len: Whole = 0
-    """Number of tokens before the length limit over which DAPO's soft penalty grows; 0 turns the
-    penalty off."""
+    """Tokens before the length limit over which DAPO's soft penalty grows; 0 turns it off."""
     overlong_penalty_factor: NonNegative = 1.0
     """Size of DAPO's soft penalty at the length limit."""
     overlong_filter: bool = False
@@ -78,13 +74,11 @@ class ScoringConfig:
     remote_timeout: Positive = 60.0
     """Seconds to wait for one answer of the HTTP reward model."""
     remote_attempts: Count = 4
-    """Number of failed requests to the HTTP reward model after which a response counts as
-    unverifiable."""
+    """Number of failed requests to the HTTP reward model that make a response unverifiable."""
     remote_concurrency: Count = 32
     """Maximum number of concurrent requests to the HTTP reward model."""
     verifier_processes: Whole = 0
-    """Number of verifier processes on each rank; 0 divides the machine's cores by its ranks, with a
-    maximum of 16."""
+    """Number of verifier processes on each rank; 0 is the machine's cores per rank, at most 16."""
     verifier_timeout: Positive = 5.0
     """Seconds to judge one response before its verifier process is killed; a second try follows
     unless evaluating the response itself took the time, which makes it wrong."""
@@ -95,8 +89,7 @@ class ScoringConfig:
     code_seconds: Positive = 60.0
     """Seconds for all tests of one program in the reward code; tests that do not finish fail."""
     code_output_bytes: Whole = 8388608
-    """Maximum number of bytes that one test may print in the reward code; 0 uses
-    sandbox.output_bytes."""
+    """Maximum bytes that one test may print in the reward code; 0 uses sandbox.output_bytes."""
     code_partial_credit: bool = True
     """Let the reward code be the fraction of tests passed; if false, it is 1 if all tests pass,
     else 0, and testing ends at the first failure."""
@@ -109,8 +102,7 @@ class ScoringConfig:
     advantage_settings: dict[str, Number] = Field(default_factory=dict)
     """Settings of the advantage estimator, e.g. `{positive: 0.1}` for w_reinf."""
     normalize_by_std: bool = True
-    """Divide advantages by the standard deviation of the group's rewards, in grpo, grpo_passk and
-    hapo."""
+    """Divide advantages by the rewards' standard deviation, in grpo, grpo_passk and hapo."""
 
     @property
     def names(self) -> list[str]:
@@ -155,8 +147,7 @@ class JudgeConfig:
     """File with the question, in which {prompt}, {response}, {reference}, {criteria}, {scale},
     {first} and {second} are replaced; empty uses a built-in text."""
     rubric: str = ""
-    """JSON file with the criteria of judge.kind=rubric; empty reads them from metadata.rubric of
-    the row."""
+    """JSON file with the criteria of judge.kind=rubric; empty reads the row's metadata.rubric."""
     rubric_calls: Literal["one", "each"] = "one"
     """Ask for all criteria of a rubric in one question, or for each in one of its own."""
     scale: Count = 10
@@ -171,8 +162,7 @@ class JudgeConfig:
     timeout: Positive = 120.0
     """Seconds to wait for one answer of the judge."""
     group_timeout: Positive = 600.0
-    """Seconds within which the responses to one prompt must be judged; those that are not are
-    unverifiable."""
+    """Seconds to judge the responses to one prompt, after which the others are unverifiable."""
     attempts: Count = 4
     """Number of failed requests for one answer after which the response is unverifiable."""
     concurrency: Count = 64

@@ -43,9 +43,8 @@ class SGLangConfig:
     gpus_per_server: Count = 1
     """Number of GPUs over which a started server splits the model (its --tp-size)."""
     first_gpu: Whole | None = None
-    """Number of the first GPU of the first started server on this machine; later servers use the
-    next GPUs. Unset is the GPU after those that train here, and 0 for colocated servers and for the
-    command `serve`."""
+    """Number of the first GPU of the first started server; later servers use the next GPUs. Unset
+    is the GPU after those that train here, or 0 for colocated servers and the command `serve`."""
     python: str = ""
     """Python interpreter with SGLang that starts a server; empty uses SGLANG_PYTHON, else the
     trainer's interpreter on CUDA and that of .venv-sglang on a CPU."""
@@ -57,8 +56,7 @@ class SGLangConfig:
     host: str = "127.0.0.1"
     """Network interface on which started servers listen."""
     port: Annotated[Integer, Ge(0), Le(65535)] = 0
-    """Port of the first started server; later servers use the next ports, and 0 picks free
-    ports."""
+    """Port of the first started server; later servers use the next ports; 0 picks free ports."""
     api_key: str = Field(default="", repr=False)
     """Key that is sent with every request and given to started servers; empty uses SGLANG_API_KEY.
     It is never written to config.yaml."""
@@ -68,8 +66,7 @@ class SGLangConfig:
     max_restarts: Whole = 20
     """Maximum number of restarts of dead servers in one run."""
     restart_backoff: Annotated[Number, Ge(0), Le(60)] = 1.0
-    """Seconds before the second consecutive restart of a server; the wait doubles each time, up to
-    one minute."""
+    """Seconds before a server's second restart in a row, doubled each time, up to one minute."""
     deterministic: bool = False
     """Let the servers sample by the seeds of the requests, independent of other requests, which is
     slower (docs/sglang.md)."""
@@ -94,8 +91,7 @@ class SGLangConfig:
     health_interval: Positive = 5.0
     """Seconds between two health checks of a server."""
     health_timeout: Positive = 60.0
-    """Seconds of silence, over at least three health checks, after which a server counts as
-    dead."""
+    """Seconds of silence, over three or more health checks, after which a server counts as dead."""
     weights: Literal["policy", "fp8", "fp8_uncorrected"] = "policy"
     """Number format of the servers' weights: that of the policy, or E4M3 blocks of 128 x 128
     (docs/fp8_servers.md); `fp8_uncorrected` allows fp8 without a mismatch correction."""
@@ -104,8 +100,7 @@ class SGLangConfig:
     memory handles if colocated, `disk` through files, `delta` sends only changes to weight relays;
     unset uses `tensor` for colocated servers, else `broadcast`."""
     sync_bucket_mib: Count = 512
-    """Size in MiB of the buckets in which weights are sent; it bounds the extra memory of a weight
-    sync."""
+    """Size in MiB of the buckets of a weight sync, which bounds its extra memory."""
     sync_timeout: Positive = 600.0
     """Seconds within which one bucket of weights must arrive."""
     sync_directory: str = ""
@@ -146,8 +141,7 @@ class SandboxConfig:
     warm_workers: Whole = 4
     """Number of idle interpreters kept ready; 0 starts one for every call."""
     python: str = ""
-    """Python interpreter (3.12 or newer) whose packages the code can import; empty uses the
-    trainer's."""
+    """Python (3.12 or newer) whose packages the code can import; empty uses the trainer's."""
     preload: list[str] = Field(default_factory=list)
     """Modules that an interpreter imports before the call, e.g. `[numpy, sympy]`."""
     wall_seconds: Positive = 10.0

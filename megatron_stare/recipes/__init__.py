@@ -5,37 +5,22 @@ has a baseline under <name>_grpo_ds: the same run with the objective GRPO-ds.
 """
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 from megatron_stare.config import Config, UserError, load, nearest, override
-from megatron_stare.recipes import long_cot, short_cot, tool_use
-from megatron_stare.recipes.published import BASELINE, Cluster, with_baselines
+from megatron_stare.recipes.published import BASELINE, CLUSTERS, PUBLISHED, Cluster, Recipe
 from megatron_stare.recipes.quickstart import quickstart
 from megatron_stare.recipes.smollm2 import smollm2_135m, smollm2_135m_lcm
-from megatron_stare.recipes.tool_use import tool_use_quickstart
 
-RECIPES: dict[str, Callable[[], Config]] = {
-    recipe.__name__: recipe
-    for recipe in (quickstart, smollm2_135m, smollm2_135m_lcm, tool_use_quickstart)
-} | with_baselines(
-    short_cot.short_cot_1_5b,
-    short_cot.short_cot_7b,
-    short_cot.short_cot_14b,
-    short_cot.short_cot_32b,
-    short_cot.short_cot_32b_lora,
-    short_cot.short_cot_moonlight_16b_a3b,
-    long_cot.long_cot_1_5b,
-    long_cot.long_cot_8b,
-    long_cot.long_cot_32b,
-    long_cot.long_cot_32b_lora,
-    long_cot.long_cot_30b_a3b,
-    long_cot.long_cot_30b_a3b_lora,
-    long_cot.long_cot_glm_4_7_flash,
-    tool_use.tool_use_7b,
-    tool_use.tool_use_32b,
-)
-CLUSTERS: dict[str, Cluster] = short_cot.CLUSTERS | long_cot.CLUSTERS | tool_use.CLUSTERS
+# isort: off
+# Published recipes register on import; `recipes` lists them in this order.
+import megatron_stare.recipes.short_cot
+import megatron_stare.recipes.long_cot  # noqa: F401
+from megatron_stare.recipes.tool_use import tool_use_quickstart
+# isort: on
+
+QUICKSTARTS = (quickstart, smollm2_135m, smollm2_135m_lcm, tool_use_quickstart)
+RECIPES: dict[str, Recipe] = {each.__name__: each for each in QUICKSTARTS} | PUBLISHED
 
 
 def find_recipe(name: str) -> Config:

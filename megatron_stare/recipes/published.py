@@ -36,8 +36,17 @@ from megatron_stare.config import (
 )
 
 BASELINE = "grpo_ds"
+SMALL, LARGE = (1.1, 0.9), (1.05, 0.95)  # W and M of the paper: up to 8B, and of 14B and 32B
 NO_ADAPTERS = AdaptersConfig()
 LORA = AdaptersConfig(rank=32)
+# Layout of whole experts divided over 8 ranks, whose choices of the rollout are repeated.
+EXPERTS: dict[str, Any] = {
+    "tensor_model_parallel_size": 2,
+    "expert_model_parallel_size": 8,
+    "expert_tensor_parallel_size": 1,
+    "routing_replay": "rollout",
+}
+Recipe = Callable[[], Config]
 
 
 @dataclass(frozen=True)
@@ -57,31 +66,61 @@ class Cluster:
         return -(-self.gpus // 8)
 
 
+PUBLISHED: dict[str, Recipe] = {}
+CLUSTERS: dict[str, Cluster] = {}
+
+
+def recipe(gpus: int, gpus_per_server: int) -> Callable[[Recipe], Recipe]:
+    """Register a recipe under its function's name, followed by <name>_grpo_ds: the same run with
+    GRPO-ds, the paper's baseline.
+
+    Its servers are on the trainer's GPUs: those of one node, which other nodes start too. The plan
+    of every recipe is cheaper so: on-policy, one half of separate GPUs always waits for the other.
+    """
+    servers = SGLangConfig(
+        colocated=True,
+        num_servers=min(8, gpus) // gpus_per_server,
+        gpus_per_server=gpus_per_server,
+    )
+
+    def register(settings: Recipe) -> Recipe:
+        name = settings.__name__
+
+        @functools.wraps(settings)
+        def whole() -> Config:
+            run = RunConfig(dir=f"runs/{name}")
+            return dataclasses.replace(settings(), run=run, sglang=servers)
+
+        CLUSTERS[name] = Cluster(gpus, 0)
+        PUBLISHED[name] = whole
+        PUBLISHED[f"{name}_{BASELINE}"] = functools.partial(_baseline, whole)
+        return whole
+
+    return register
+
+
 def published(
-    name: str,
     model: str,
     *,
-    prompt: int,
     response: int,
-    layout: dict[str, Any],
-    servers: SGLangConfig,
-    weights: tuple[float, float] = (1.1, 0.9),
+    prompt: int = 1024,
+    weights: tuple[float, float] = SMALL,
     adapters: AdaptersConfig = NO_ADAPTERS,
+    **layout: Any,
 ) -> Config:
     """A run of the paper on models/`model`: STARE O1 on mathematics, with `prompt` + `response`
-    tokens at most. `layout` are fields of PolicyConfig; `weights` are W and M.
+    tokens at most. `weights` are W and M; `layout` are fields of PolicyConfig.
 
     Give data.prompt_data; evaluation files by evaluation.eval_data.<name>=<file>.
     """
     return Config(
-        run=RunConfig(dir=f"runs/{name}"),
         data=DataConfig(rollout_max_prompt_len=prompt),
         policy=PolicyConfig(
             hf_checkpoint=f"models/{model}",
             sequence_parallel=layout.get("tensor_model_parallel_size", 1) > 1,
             use_distributed_optimizer=True,
             dtype="bf16",
-            offload_while_generating=servers.colocated,
+            offload_while_generating=True,
             **layout,
         ),
         adapters=adapters,
@@ -97,7 +136,6 @@ def published(
             dynamic_sampling=True,
             max_generation_rounds=10,
         ),
-        sglang=servers,
         scoring=ScoringConfig(reward="math"),
         loss=LossConfig(name="stare", variant="O1", reweight_w=weights[0], reweight_m=weights[1]),
         train=TrainConfig(num_rollout=1000),
@@ -105,29 +143,8 @@ def published(
     )
 
 
-def colocated(trainer_gpus: int, gpus_per_server: int) -> SGLangConfig:
-    """Servers on the trainer's GPUs: those of one node, which other nodes start too. The plan of
-    every recipe is cheaper so: on-policy, one half of separate GPUs always waits for the other.
-    """
-    return SGLangConfig(
-        colocated=True,
-        num_servers=min(8, trainer_gpus) // gpus_per_server,
-        gpus_per_server=gpus_per_server,
-    )
-
-
-def with_baselines(*recipes: Callable[[], Config]) -> dict[str, Callable[[], Config]]:
-    """Every recipe by its name, followed by <name>_grpo_ds: the same run with GRPO-ds, the
-    paper's baseline. Arms of one comparison share its directory, and so its cold start.
-    """
-    found: dict[str, Callable[[], Config]] = {}
-    for recipe in recipes:
-        found[recipe.__name__] = recipe
-        found[f"{recipe.__name__}_{BASELINE}"] = functools.partial(_baseline, recipe)
-    return found
-
-
-def _baseline(recipe: Callable[[], Config]) -> Config:
+def _baseline(recipe: Recipe) -> Config:
+    """The recipe with GRPO-ds. Arms of a comparison share its directory, and so its cold start."""
     config = recipe()
     if config.compare.arms:
         compared = dataclasses.replace(config.compare, run=[BASELINE])

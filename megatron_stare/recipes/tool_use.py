@@ -26,9 +26,8 @@ from megatron_stare.config import (
     ToolsConfig,
     TrainConfig,
 )
-from megatron_stare.recipes.published import BASELINE, Cluster, colocated, published
+from megatron_stare.recipes.published import BASELINE, LARGE, published, recipe
 from megatron_stare.recipes.quickstart import ARMS
-from megatron_stare.recipes.short_cot import LARGE
 
 
 def tool_use_quickstart() -> Config:
@@ -63,38 +62,35 @@ def tool_use_quickstart() -> Config:
     )
 
 
-CLUSTERS = {
-    "tool_use_7b": Cluster(trainer_gpus=8, rollout_gpus=0),
-    "tool_use_32b": Cluster(trainer_gpus=32, rollout_gpus=0),
-}
-PROMPT, EPISODE = 2048, 30720  # tokens; 32k together
-
-
+@recipe(gpus=8, gpus_per_server=4)
 def tool_use_7b() -> Config:
     """Qwen2.5-7B, the base model."""
-    layout = {"tensor_model_parallel_size": 4, "context_parallel_size": 2}
-    servers = colocated(8, 4)
     return _with_tools(
-        "tool_use_7b", "Qwen2.5-7B", layout=layout | {"max_tokens_per_gpu": 16896}, servers=servers
+        "Qwen2.5-7B",
+        tensor_model_parallel_size=4,
+        context_parallel_size=2,
+        max_tokens_per_gpu=16896,
     )
 
 
+@recipe(gpus=32, gpus_per_server=8)
 def tool_use_32b() -> Config:
     """Qwen2.5-32B, the base model."""
-    layout = {"tensor_model_parallel_size": 8, "context_parallel_size": 4}
     return _with_tools(
-        "tool_use_32b",
         "Qwen2.5-32B",
-        layout=layout | {"max_tokens_per_gpu": 8704},
-        servers=colocated(32, 8),
         weights=LARGE,
+        tensor_model_parallel_size=8,
+        context_parallel_size=4,
+        max_tokens_per_gpu=8704,
     )
 
 
-def _with_tools(name: str, model: str, **rest: Any) -> Config:
-    """The published run with tools and a cold start, which cold_start.data switches on."""
+def _with_tools(model: str, **rest: Any) -> Config:
+    """The published run with episodes of 32k tokens, tools, and a cold start, which
+    cold_start.data switches on.
+    """
     return dataclasses.replace(
-        published(name, model, prompt=PROMPT, response=EPISODE, **rest),
+        published(model, prompt=2048, response=30720, **rest),
         tools=ToolsConfig(environment="python", format="hermes", max_turns=8),
         sandbox=SandboxConfig(max_concurrency=64, warm_workers=16),
         cold_start=ColdStartConfig(steps=48, batch_size=128, lr=1e-5, weight_decay=0.01),

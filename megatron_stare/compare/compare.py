@@ -128,7 +128,7 @@ def on_paper(config: Config, directory: Path) -> dict[str, Config]:
     seed = (config.compare.seeds or [config.run.seed])[0]
     seeded = override(config, [f"run.seed={seed}"])
     if config.compare.world:
-        _world(config.compare.world).make(directory, seed)
+        WORLDS[config.compare.world].make(directory, seed)
         seeded = _in_world(seeded, directory)
     start, place = seeded.policy.hf_checkpoint, Path(config.run.dir) / f"seed{seed}"
     return {arm: _arm_config(seeded, arm, start, place) for arm in _arm_names(config.compare)}
@@ -161,7 +161,10 @@ def _prepare_seed(
     directory = Path(config.run.dir) / f"seed{seed}"
     seeded = override(config, [f"run.seed={seed}"])
     if config.compare.world:
-        seeded = _with_world(seeded, directory / "world", topology)
+        if topology.is_first:
+            WORLDS[config.compare.world].make(directory / "world", seed)
+        dist.barrier()
+        seeded = _in_world(seeded, directory / "world")
     names = _arm_names(config.compare)
     _check_ahead(seeded, names, directory)
     alone = override(seeded, [f"run.dir={directory}"])
@@ -212,45 +215,24 @@ def _own_port(config: Config, place: int) -> Config:
     return override(config, [f"run.prometheus_port={port + place}"]) if port else config
 
 
-def _with_world(config: Config, directory: Path, topology: Topology) -> Config:
-    world = _world(config.compare.world)
-    if topology.is_first:
-        world.make(directory, config.run.seed)
-    dist.barrier()
-    return _in_world(config, directory)
-
-
 def _in_world(config: Config, directory: Path) -> Config:
-    """The config on the files of a world."""
-    world = _world(config.compare.world)
-    heldout = [
-        f"evaluation.eval_data.{name}={directory / f'{name}.jsonl'}" for name in world.heldout
-    ]
-    return override(
-        config,
-        [
-            f"policy.hf_checkpoint={directory / 'model'}",
-            f"data.prompt_data={directory / 'train.jsonl'}",
-            f"cold_start.data={directory / 'cold_start.jsonl'}",
-            *heldout,
-        ],
-    )
+    """The config on the files of its world."""
+    files = {
+        "policy.hf_checkpoint": "model",
+        "data.prompt_data": "train.jsonl",
+        "cold_start.data": "cold_start.jsonl",
+    }
+    for name in WORLDS[config.compare.world].heldout:
+        files[f"evaluation.eval_data.{name}"] = f"{name}.jsonl"
+    return override(config, [f"{key}={directory / file}" for key, file in files.items()])
 
 
 def caveats(config: Config) -> list[str]:
     """The sentences to print with the comparison's numbers."""
-    of_world = _world(config.compare.world).caveats if config.compare.world else ()
+    of_world = WORLDS[config.compare.world].caveats if config.compare.world else ()
     steps = config.train.num_steps_per_rollout * config.train.epochs
     fresh = steps == 1 and config.rollout.asynchrony == "on_policy"
     return [*of_world, *([ONE_STEP] if fresh else [])]
-
-
-def _world(name: str) -> World:
-    if name not in WORLDS:
-        raise UserError(
-            f"compare.world={name!r} is unknown{nearest(name, WORLDS)}, or leave it empty"
-        )
-    return WORLDS[name]
 
 
 def _write_summary(
@@ -278,8 +260,7 @@ def _write_summary(
         "command": command,
         "caveats": [*caveats(config), *early],
     }
-    path = Path(config.run.dir) / SUMMARY_NAME
-    atomic_write(path, json.dumps(summary, indent=2) + "\n")
+    atomic_write(Path(config.run.dir) / SUMMARY_NAME, json.dumps(summary, indent=2) + "\n")
 
 
 LOG_NAME = "log.txt"
@@ -371,16 +352,10 @@ def label(config: Config) -> str:
 
 def _start(config: Config, threads: int) -> subprocess.Popen[bytes]:
     directory = Path(config.run.dir)
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_stare",
-        "train",
-        str(directory / run_directory.CONFIG_NAME),
-    ]
+    config_file = str(directory / run_directory.CONFIG_NAME)
     with (directory / LOG_NAME).open("ab") as log:
         return subprocess.Popen(
-            command,
+            [sys.executable, "-m", "megatron_stare", "train", config_file],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from megatron_stare.data.prompts import chat_text
 from megatron_stare.data.rows import BadRow
 
 
@@ -56,8 +56,8 @@ def _stretches(
         raise BadRow("field 'messages' has no message of role assistant")
     rendered = ""
     for number in turns:
-        before = _rendered(messages[:number], tokenizer, tools, variables, generate=True)
-        through = _rendered(messages[: number + 1], tokenizer, tools, variables, generate=False)
+        before = chat_text(messages[:number], tokenizer, tools, variables)
+        through = chat_text(messages[: number + 1], tokenizer, tools, variables, generate=False)
         if not before.startswith(rendered) or not through.startswith(before):
             raise BadRow(
                 f"message {number}: the chat template rewrites what stands before it; give one row "
@@ -67,26 +67,3 @@ def _stretches(
         written, end, after = through[len(before) :].rpartition(str(tokenizer.eos_token))
         yield (written + end if end else after), True
         rendered = through[: len(through) - len(after)] if end else through
-
-
-def _rendered(
-    messages: Sequence[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[Any],
-    variables: Mapping[str, Any],
-    generate: bool,
-) -> str:
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=generate,
-                **variables,
-            )
-        )
-    except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-        raise BadRow(
-            f"the chat template refuses the messages ({str(error).splitlines()[0]})"
-        ) from None

@@ -9,7 +9,7 @@ alone says which prompt it is.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -28,9 +28,7 @@ _BLOCKS = 1 << 20
 
 
 class Mixture(PromptStream):
-    """A PromptStream over several lists of prompts.
-    Its state is `position` alone, as a single source's.
-    """
+    """A PromptStream over several lists of prompts; its state is `position` alone, too."""
 
     def __init__(
         self, sources: Sequence[list[Prompt]], weights: Sequence[float], seed: int, shuffle: bool
@@ -59,9 +57,7 @@ class Mixture(PromptStream):
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """The number of BLOCK draws that each source gets:
-    in proportion, by largest remainders, none less than 1.
-    """
+    """Each source's number of BLOCK draws: in proportion, by largest remainders, at least 1."""
     if len(weights) > BLOCK // 2:
         raise UserError(
             f"data.sources has {len(weights)} sources; join some, {BLOCK // 2} can be mixed"
@@ -92,9 +88,7 @@ def check_sources(config: Config) -> None:
 def training_stream(
     config: Config, tokenizer: PreTrainedTokenizerBase, tools: Tools = ()
 ) -> tuple[PromptStream, list[str]]:
-    """The prompts of data.prompt_data or data.sources, and what there is to say about them,
-    in lines.
-    """
+    """The prompts of data.prompt_data or data.sources, and lines about them for the user."""
     data, evaluation = config.data, config.evaluation
     weights = data.sources or {data.prompt_data: 1.0}
     if "" in weights:
@@ -106,7 +100,7 @@ def training_stream(
     screen = Screen(data.deduplicate, _questions(config), data.drop_evaluation_prompts, rates)
     loaded = {source: load_prompts(source, tokenizer, data, screen, tools) for source in weights}
     lines = [
-        _line(source, prompts, dropped)
+        f"{source}: {dropped.total} rows skipped, {len(prompts)} used: {dropped}"
         for source, (prompts, dropped) in loaded.items()
         if dropped.total
     ]
@@ -122,29 +116,19 @@ def training_stream(
     if not data.sources:
         return PromptStream(sources[0], config.run.seed, data.shuffle), lines
     mixture = Mixture(sources, list(weights.values()), config.run.seed, data.shuffle)
-    return mixture, lines + _mixture_lines(weights, sources, mixture.shares)
+    for source, share, prompts in zip(weights, mixture.shares, sources, strict=True):
+        lines.append(
+            f"{source}: weight {weights[source]:g}, {share / BLOCK:.1%} of the draws from "
+            f"{len(prompts)} prompts"
+        )
+    return mixture, lines
 
 
 def _questions(config: Config) -> list[str]:
-    """The questions of the evaluation files.
-    Faults of their rows are reported where the files are loaded to be used.
-    """
+    """The questions of the evaluation files. Faulty rows are reported where they are used."""
     skip = dataclasses.replace(config.data, on_bad_row="skip")
     return [
         row.question
         for source in config.evaluation.eval_data.values()
         for row in read_rows(source, skip, Dropped())
-    ]
-
-
-def _line(source: str, prompts: Sequence[Prompt], dropped: Dropped) -> str:
-    return f"{source}: {dropped.total} rows skipped, {len(prompts)} used: {dropped}"
-
-
-def _mixture_lines(
-    weights: Mapping[str, float], sources: Sequence[list[Prompt]], found: Sequence[int]
-) -> list[str]:
-    return [
-        f"{source}: weight {weight:g}, {share / BLOCK:.1%} of the draws from {len(prompts)} prompts"
-        for (source, weight), prompts, share in zip(weights.items(), sources, found, strict=True)
     ]

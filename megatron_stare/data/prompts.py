@@ -51,7 +51,7 @@ def tokenize(
         )
     else:
         offered = row.tools or tuple(map(dict, tools))
-        text = _chat_text(messages, offered, tokenizer, config.chat_template_kwargs)
+        text = chat_text(messages, tokenizer, offered, config.chat_template_kwargs)
         ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) > config.rollout_max_prompt_len:
         limit = config.rollout_max_prompt_len
@@ -76,17 +76,24 @@ def chat_messages(
     return tuple(prompt)
 
 
-def _chat_text(
-    messages: tuple[dict[str, Any], ...],
-    tools: tuple[dict[str, Any], ...],
+def chat_text(
+    messages: Sequence[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
+    tools: Tools,
     variables: Mapping[str, Any],
+    generate: bool = True,
 ) -> str:
-    given = {"tools": list(tools)} if tools else {}
+    """The messages through the chat template; with `generate`, up to the assistant's next turn.
+    BadRow: the template refuses them.
+    """
     try:
         return str(
             tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **given, **variables
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=generate,
+                **variables,
             )
         )
     except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
@@ -116,24 +123,18 @@ def load_prompts(
     screen: Screen | None = None,
     tools: Tools = (),
 ) -> tuple[list[Prompt], Dropped]:
-    """All prompts of a source in its order (index = place among them),
-    and the rows that were left out.
-    """
+    """All prompts of a source in its order (index = place among them), and the rows left out."""
     check_template(tokenizer, config)
     dropped = Dropped()
-    rows = read_rows(source, config, dropped)
+    screen = screen or Screen()
     prompts: list[Prompt] = []
-    for row in rows if screen is None else screen.kept(rows, dropped):
+    for row in screen.kept(read_rows(source, config, dropped), dropped):
         try:
             prompt = tokenize(row, tokenizer, config, len(prompts), tools)
         except BadRow as error:
-            if config.on_bad_row == "error":
-                raise UserError(
-                    f"{row.file}, row {row.number}: {error}; correct it or set data.on_bad_row=skip"
-                ) from None
-            dropped.note(error.reason, row, str(error))
+            dropped.refuse(row, error, config)
             continue
-        reason, counts = screen.refusal(prompt) if screen else ("", "")
+        reason, counts = screen.refusal(prompt)
         if reason:
             dropped.note(reason, row, counts)
         else:
@@ -177,9 +178,7 @@ class PromptStream:
         self._order: tuple[int, Any] = (-1, None)
 
     def draw(self, count: int) -> list[Prompt]:
-        """The next `count` prompts;
-        each carries its draw number as `index`, unique within the run.
-        """
+        """The next `count` prompts; each has its draw number as `index`, unique within the run."""
         drawn = [self.at(number) for number in range(self.position, self.position + count)]
         self.position += count
         return drawn

@@ -60,6 +60,14 @@ class Dropped:
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
 
+    def refuse(self, row: Row | RawRow, fault: BadRow, config: DataConfig) -> None:
+        """Leave an unusable row out, or end the run by a UserError, as data.on_bad_row says."""
+        if config.on_bad_row == "error":
+            raise UserError(
+                f"{row.file}, row {row.number}: {fault}; correct it or set data.on_bad_row=skip"
+            ) from None
+        self.note(fault.reason, row, str(fault))
+
     def note(self, reason: str, row: Row | RawRow, detail: str = "") -> None:
         """One more row left out."""
         self.counts[reason] += 1
@@ -77,22 +85,15 @@ class Dropped:
 
 
 def read_rows(source: str, config: DataConfig, dropped: Dropped) -> Iterator[Row]:
-    """The usable rows of a source, one by one.
-
-    A row that cannot be used is a UserError naming file, row and field, or dropped where
-    data.on_bad_row=skip.
-    UserError: no row was usable.
+    """The usable rows of a source, one by one; others are refused by `dropped`. UserError: no row
+    was usable.
     """
     usable = 0
     for raw in raw_rows(source):
         try:
             row = _row(raw, config)
         except BadRow as error:
-            if config.on_bad_row == "error":
-                raise UserError(
-                    f"{raw.file}, row {raw.number}: {error}; correct it or set data.on_bad_row=skip"
-                ) from None
-            dropped.note(error.reason, raw, str(error))
+            dropped.refuse(raw, error, config)
             continue
         usable += 1
         yield row

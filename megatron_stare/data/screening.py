@@ -38,9 +38,7 @@ _SPELLINGS = (
 
 
 def normalised(text: str) -> str:
-    """The text without what does not change its meaning:
-    case, white space, LaTeX spacing, dollar signs.
-    """
+    """The text without case, white space, LaTeX spacing and dollar signs, which mean nothing."""
     text = unicodedata.normalize("NFKC", text).casefold()
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
@@ -79,9 +77,7 @@ class PassRates:
 
 
 class Screen:
-    """One pass over all sources of a run:
-    what an earlier source has is a duplicate in a later one.
-    """
+    """One pass over all sources of a run: a row of a later source may repeat an earlier one's."""
 
     def __init__(
         self,
@@ -133,9 +129,7 @@ class Screen:
         return DUPLICATE if self._seen[key] == row.label else RELABELLED
 
     def _is_evaluated(self, asked: str) -> bool:
-        """Whether it asks what an evaluation file asks,
-        or holds that letter for letter between other words.
-        """
+        """Whether an evaluation file asks this, or a part of it letter for letter."""
         if asked in self._whole:
             return True
         if not self._windows:

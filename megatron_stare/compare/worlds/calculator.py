@@ -1,5 +1,5 @@
-"""The tool-use quickstart's world on disk:
-a tiny Qwen2-shaped checkpoint that can copy but not multiply, and sums.
+"""The tool-use quickstart's world on disk: a tiny Qwen2-shaped checkpoint that can copy but not
+multiply, and sums.
 
     model/              config.json, model.safetensors (fp32, random), a byte tokenizer with a chat
                         template
@@ -47,8 +47,8 @@ CAVEATS = (
 
 
 def make_calculator_world(directory: Path, seed: int) -> None:
-    """Write the world of `seed` into `directory`;
-    do nothing where it is already complete. Call it from one process.
+    """Write the world of `seed` into `directory`, unless it is complete there. Call it from one
+    process.
     """
     if is_complete(directory, WORLD_VERSION, seed):
         return
@@ -112,9 +112,7 @@ def _with_wrong_digit(text: str, rng: random.Random) -> str:
 
 
 def tool_tokenizer() -> Any:
-    """One id per byte, so that nothing is ever unknown,
-    and one for each of WORDS and for the end of a turn.
-    """
+    """One id per byte, so that nothing is ever unknown, and one for each of WORDS and END."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,8 +1,6 @@
-"""The files that a quickstart makes for itself:
-rows, a random checkpoint of 0.1M parameters, a tokenizer.
-
-Each file appears under its name only when whole, and world.json last: a directory without it is not
-complete.
+"""The files that a quickstart makes for itself: rows, a random checkpoint of 0.1M parameters, and a
+tokenizer. Each file appears under its name only when whole, and world.json last: a directory
+without it is not complete.
 """
 
 from __future__ import annotations
@@ -54,9 +52,7 @@ def is_complete(directory: Path, version: int, seed: int) -> bool:
 
 
 def write_checkpoint(path: Path, tokenizer: Any, seed: int, max_positions: int) -> None:
-    """A random checkpoint of about 0.1M parameters and its tokenizer,
-    as a directory that appears whole.
-    """
+    """A random checkpoint of about 0.1M parameters and its tokenizer, which appear whole."""
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging

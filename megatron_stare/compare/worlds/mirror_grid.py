@@ -1,5 +1,5 @@
-"""The quickstart's world on disk: a tiny Qwen2-shaped checkpoint, its character tokenizer,
-and mirror-grid problems.
+"""The quickstart's world on disk: a tiny Qwen2-shaped checkpoint, its character tokenizer, and
+mirror-grid problems.
 
     model/                 config.json, generation_config.json, model.safetensors (fp32, random),
                            tokenizer files
@@ -68,12 +68,9 @@ Pair = tuple[State, State]
 
 
 def make_world(directory: Path, seed: int) -> None:
-    """Write the world of `seed` into `directory`; do nothing where it is already complete.
-
-    Each file appears under its name only when whole, and world.json last. A world of another seed
-    or version is replaced. Call it from one process: two at once in one directory would race.
+    """Write the world of `seed` into `directory`, unless it is complete there. A world of another
+    seed or version is replaced. Call it from one process.
     """
-    directory = Path(directory)
     if is_complete(directory, WORLD_VERSION, seed):
         return
     rng = random.Random(seed)
@@ -151,8 +148,8 @@ def _draw_pairs(pairs: list[Pair], rng: random.Random) -> list[Pair]:
 
 
 def character_tokenizer() -> Any:
-    """One id per character, [pad] = 0;
-    the end token is the full stop. Foreign characters are dropped.
+    """One id per character, [pad] = 0; the end token is the full stop. Foreign characters are
+    dropped.
 
     The full stop is a special token: `decode(ids, skip_special_tokens=True)` drops it, and the
     verifier needs it. AutoTokenizer reads any tokenizer next to a Qwen2 config as byte-pair

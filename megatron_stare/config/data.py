@@ -101,11 +101,9 @@ class EvaluationConfig:
     eval_interval: Whole = 0
     """Number of rollout batches between two evaluations; 0 never evaluates during training."""
     eval_at_start: bool = False
-    """Evaluate the policy before its first step too; the metrics are eval_start/<set>/<number> in
-    the line of step 1."""
+    """Evaluate before the first step too, as eval_start/<set>/<number> in the line of step 1."""
     eval_data: dict[str, str] = Field(default_factory=dict)
-    """Source of each evaluation set by the set's name, e.g. `{aime24: aime24.parquet}`; sources are
-    written as in data.prompt_data."""
+    """Sources of evaluation sets by name, as in data.prompt_data, e.g. `{aime24: a.parquet}`."""
     n_samples_per_eval_prompt: Count = 8
     """Number of responses to each problem, the k of avg@k, pass@k and majority@k."""
     eval_temperature: NonNegative = 1.0

@@ -126,8 +126,7 @@ class MismatchConfig:
     """Scale the importance weights of a batch to mean 1, over tokens or, if a weight is that of a
     whole sequence, over sequences."""
     rejected: Literal["zero", "drop"] = "zero"
-    """Treatment of tokens with weight 0: `zero` keeps them in the loss's denominator, `drop`
-    removes them from it."""
+    """Treatment of tokens of weight 0: in the loss's denominator (`zero`), or not (`drop`)."""
     accepted: Literal["ratio", "one"] = "ratio"
     """Weight of the tokens that a masking correction (mis, icepop) accepts: their ratio, or 1."""
     alarm: NonNegative = 0.0

@@ -55,8 +55,8 @@ class PolicyConfig:
     """Number of rollout batches between two updates of the reference policy, each of which makes it
     a copy of the policy; 0 never updates it."""
     hf_checkpoint: str = ""
-    """Model directory to start from: config.json, tokenizer and weights, either *.safetensors or
-    the output of `convert`."""
+    """Model directory to start from: config.json, tokenizer, *.safetensors or `convert`'s
+    output."""
     tensor_model_parallel_size: Count = 1
     """Number of ranks that split every matrix (TP)."""
     pipeline_model_parallel_size: Count = 1
@@ -78,11 +78,9 @@ class PolicyConfig:
     use_distributed_optimizer: bool = False
     """Split the optimizer state over the data-parallel replicas."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
-    """Which activations are recomputed in the backward pass: none, those of
-    policy.recompute_modules, or those of every layer."""
+    """Activations that the backward pass recomputes: none, policy.recompute_modules's, or all."""
     recompute_modules: str = "core_attn"
-    """Modules whose activations selective recomputation recomputes, separated by commas: core_attn,
-    layernorm, mlp, moe, moe_act."""
+    """Modules that are recomputed, separated by commas: core_attn, layernorm, mlp, moe, moe_act."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format of weights and activations in the trainer."""
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
@@ -93,8 +91,7 @@ class PolicyConfig:
     """Treatment of a sequence longer than policy.max_tokens_per_gpu: the run ends, or the
     sequence gets a micro-batch of its own; it is never truncated."""
     packed_sequences: bool = True
-    """Pack sequences end to end; if false, they are padded on the right, which is faster for many
-    short sequences on a CPU."""
+    """Pack sequences end to end; false pads them, which is faster for many short ones on a CPU."""
     shared_prompts: bool = False
     """Compute the prompt of a group once for all of its responses that are in one micro-batch."""
     head: Literal["fused", "recompute", "logits"] = "fused"
@@ -148,8 +145,7 @@ class AdaptersConfig:
     """Adapters of routed experts where adapters.targets names gate, up or down: each expert has its
     own, all experts of a layer share one, or experts have none."""
     start: str = ""
-    """Directory of adapters in PEFT's format that a new run starts with; empty starts with B = 0,
-    which is the base model."""
+    """PEFT directory of adapters to start a new run with; empty is B = 0, the base model."""
     merge: bool = True
     """Whether engines receive weights with the adapters merged in; false gives them the base and
     the adapters apart, which they apply without rounding any weight."""
@@ -224,8 +220,7 @@ class ColdStartConfig:
     batch_size: Count = 128
     """Number of rows in one supervised step."""
     lr: NonNegative = 5e-3
-    """Initial learning rate of the supervised steps, which falls by a cosine to
-    cold_start.min_lr_ratio of this value."""
+    """Initial learning rate, which falls by a cosine to cold_start.min_lr_ratio of this value."""
     min_lr_ratio: Fraction = 0.05
     """Fraction of cold_start.lr that is left at the last supervised step."""
     weight_decay: NonNegative = 0.01

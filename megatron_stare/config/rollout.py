@@ -174,8 +174,7 @@ class AgentsConfig:
     """
 
     function: str = ""
-    """Agent as a function package.module.name that takes a row and an endpoint and returns the
-    reward; empty runs no agent."""
+    """Agent as a function package.module.name of a row and an endpoint that returns the reward."""
     command: list[str] = Field(default_factory=list)
     """Agent as a command with arguments; {base_url}, {api_key} and {model} in it are replaced."""
     python: str = ""

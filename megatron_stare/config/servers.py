@@ -68,11 +68,9 @@ class SGLangConfig:
     restart_backoff: Annotated[Number, Ge(0), Le(60)] = 1.0
     """Seconds before a server's second restart in a row, doubled each time, up to one minute."""
     deterministic: bool = False
-    """Let the servers sample by the seeds of the requests, independent of other requests, which is
-    slower (docs/sglang.md)."""
+    """Let servers sample by each request's seed alone, which is slower (docs/sglang.md)."""
     speculation: Literal["none", "ngram"] = "none"
-    """Let GPU servers draft tokens by n-grams of their earlier output and verify several at once
-    (docs/speculation.md)."""
+    """Let GPU servers draft tokens by n-grams and verify several at once (docs/speculation.md)."""
     draft_tokens: Count = 4
     """Number of tokens that a server drafts in one decoding step with sglang.speculation=ngram."""
     max_concurrency: Count = 256

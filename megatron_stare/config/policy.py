@@ -55,8 +55,7 @@ class PolicyConfig:
     """Number of rollout batches between two updates of the reference policy, each of which makes it
     a copy of the policy; 0 never updates it."""
     hf_checkpoint: str = ""
-    """Model directory to start from: config.json, tokenizer, *.safetensors or `convert`'s
-    output."""
+    """Model directory at the start: config.json, tokenizer, *.safetensors or `convert`'s output."""
     tensor_model_parallel_size: Count = 1
     """Number of ranks that split every matrix (TP)."""
     pipeline_model_parallel_size: Count = 1

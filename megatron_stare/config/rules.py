@@ -161,7 +161,7 @@ def unread(config: Config) -> dict[str, list[str]]:
     found = {}
     for condition, names in () if config.compare.arms else READERS.items():
         if not holds(config, condition):
-            keys = [k for k in settings() if {k, k.partition(".")[0]}.intersection(names)]
+            keys = [key for key in settings() if key in names or key.partition(".")[0] in names]
             found[condition] = [key for key in keys if holds(config, key)]
     return {condition: keys for condition, keys in found.items() if keys}
 

@@ -213,7 +213,11 @@ MISTAKES = {
         "set it to false with loss.distillation_coef",
     ),
     "servers of no reference": Mistake(
-        "sglang.reference_urls=[a]", "has no effect without loss.kl_loss_coef or loss.distillation"
+        "sglang.reference_urls=[http://a:1]",
+        "has no effect without loss.kl_loss_coef or loss.distillation",
+    ),
+    "a reference on a server without an address": Mistake(
+        "sglang.reference_urls=[a] loss.kl_loss_coef=0.1", "'a', which is not an address; write"
     ),
     "servers of a reference at another temperature": Mistake(
         "sglang.reference_urls=[a] loss.kl_loss_coef=0.1 rollout.rollout_temperature=0.8",

@@ -16,7 +16,10 @@ from megatron_stare.config.settings import lookup, settings, written
 from megatron_stare.config.tree import Config
 
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
-ADDRESSES = ("sglang.urls", "sglang.router_url", "sglang.relays", "sandbox.url", "judge.urls")
+ADDRESSES = (
+    *("sglang.urls", "sglang.router_url", "sglang.reference_urls", "sglang.relays"),
+    *("sandbox.url", "judge.urls"),
+)
 _REFERENCE = "whose reference stays as it is"
 
 # Two conditions that exclude one another, and why; or one that needs another, and a remark.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,77 +77,38 @@ class Situation:
     dense: bool = True
 
 
-@dataclass(frozen=True)
-class Switch:
-    """`missing` says what a run lacks for it, or nothing; `gains`, whether it then is on."""
+def switches(at: Situation) -> dict[str, tuple[str, bool]]:
+    """For every switch: what a run lacks for it (empty if nothing), and whether it then gains."""
+    policy, hardware = at.policy, at.hardware
 
-    missing: Callable[[Situation], str]
-    gains: Callable[[Situation], bool]
+    def engine(*version: int) -> str:
+        if hardware.transformer_engine >= version:
+            return ""
+        return f"TransformerEngine {'.'.join(map(str, version))} and a GPU"
 
-
-def _nothing(situation: Situation) -> str:
-    return ""
-
-
-def _engine(*version: int, experts: bool = False) -> Callable[[Situation], str]:
-    def missing(situation: Situation) -> str:
-        if situation.hardware.transformer_engine < (version or (1,)):
-            least = ".".join(map(str, version))
-            return f"TransformerEngine {least}".rstrip() + " and a GPU"
-        return "" if situation.experts or not experts else "a model with experts"
-
-    return missing
-
-
-def _free_routers(situation: Situation) -> str:
-    """Megatron's fused router has no hook for the routers of policy/experts.py."""
-    if situation.policy.routing_replay != "none" or situation.policy.moe_aux_loss_coeff:
-        return "policy.routing_replay=none and policy.moe_aux_loss_coeff=0"
-    return _engine(2, 7, experts=True)(situation)
-
-
-def _rope_fusion(situation: Situation) -> str:
-    """TransformerEngine's kernel counts positions from 0 in every sequence of a micro-batch."""
-    return (
-        "policy.shared_prompts=false" if situation.policy.shared_prompts else _engine(2)(situation)
-    )
-
-
-def _weight_gradients(situation: Situation) -> str:
-    if situation.hardware.has_transformer_engine or situation.hardware.weight_gradients:
-        return ""
-    return (
-        "a GPU and TransformerEngine, or NVIDIA's apex built with its CUDA extensions (never the "
-        "package of that name on PyPI)"
-    )
-
-
-def _on_gpu(situation: Situation) -> bool:
-    return situation.hardware.cuda
-
-
-def _always(situation: Situation) -> bool:
-    return True
-
-
-def _never(situation: Situation) -> bool:
-    return False
-
-
-def _several_replicas(situation: Situation) -> bool:
-    return situation.hardware.cuda and situation.replicas > 1
-
-
-SWITCHES: dict[str, Switch] = {
-    "gradient_accumulation_fusion": Switch(_weight_gradients, _always),
-    "bias_activation_fusion": Switch(_nothing, _on_gpu),
-    "bias_dropout_fusion": Switch(_nothing, _on_gpu),
-    "apply_rope_fusion": Switch(_rope_fusion, _always),
-    "moe_permute_fusion": Switch(_engine(2, 1, experts=True), _always),
-    "moe_router_fusion": Switch(_free_routers, _always),
-    "overlap_grad_reduce": Switch(_nothing, _several_replicas),
-    "batch_p2p_sync": Switch(_nothing, _never),
-}
+    experts = "" if at.experts else "a model with experts"
+    # TransformerEngine's kernel counts positions from 0 in every sequence of a micro-batch.
+    own_prompts = "policy.shared_prompts=false" if policy.shared_prompts else ""
+    # Megatron's fused router has no hook for the routers of policy/experts.py.
+    free_routers = ""
+    if policy.routing_replay != "none" or policy.moe_aux_loss_coeff:
+        free_routers = "policy.routing_replay=none and policy.moe_aux_loss_coeff=0"
+    weight_gradients = ""
+    if not (hardware.has_transformer_engine or hardware.weight_gradients):
+        weight_gradients = (
+            "a GPU and TransformerEngine, or NVIDIA's apex built with its CUDA extensions (never "
+            "the package of that name on PyPI)"
+        )
+    return {
+        "gradient_accumulation_fusion": (weight_gradients, True),
+        "bias_activation_fusion": ("", hardware.cuda),
+        "bias_dropout_fusion": ("", hardware.cuda),
+        "apply_rope_fusion": (own_prompts or engine(2), True),
+        "moe_permute_fusion": (engine(2, 1) or experts, True),
+        "moe_router_fusion": (free_routers or engine(2, 7) or experts, True),
+        "overlap_grad_reduce": ("", hardware.cuda and at.replicas > 1),
+        "batch_p2p_sync": ("", False),
+    }
 
 
 def resolved_switches(situation: Situation) -> TuningConfig:
@@ -158,11 +118,11 @@ def resolved_switches(situation: Situation) -> TuningConfig:
     _check_recomputation(situation)
     asked = situation.policy.tuning
     chosen: dict[str, Any] = {}
-    for name, switch in SWITCHES.items():
-        wish, missing = getattr(asked, name), switch.missing(situation)
+    for name, (missing, gains) in switches(situation).items():
+        wish = getattr(asked, name)
         if wish and missing:
             raise UserError(f"policy.tuning.{name}=true needs {missing}; leave it unset")
-        chosen[name] = wish if wish is not None else not missing and switch.gains(situation)
+        chosen[name] = wish if wish is not None else not missing and gains
     chosen["fp8_recipe"] = fp8_recipe(situation)
     return dataclasses.replace(asked, **chosen)
 

@@ -8,13 +8,13 @@ import pytest
 
 from megatron_stare.config import Config, PolicyConfig, TuningConfig, UserError, override
 from megatron_stare.policy.tuning import (
-    SWITCHES,
     Hardware,
     Situation,
     batch_invariance,
     hardware,
     recompute_modules,
     resolved_switches,
+    switches,
     workspace_bytes,
 )
 from tests.paths import ROOT
@@ -27,6 +27,7 @@ PARALLEL = ("policy.tensor_model_parallel_size=8", "policy.sequence_parallel=tru
 ENGINE = {"gradient_accumulation_fusion", "apply_rope_fusion"}
 COMPILED = {"bias_activation_fusion", "bias_dropout_fusion"}
 EXPERTS = {"moe_permute_fusion", "moe_router_fusion"}
+NAMES = list(switches(Situation(PolicyConfig(), Hardware())))
 
 
 def policy(*overrides: str) -> PolicyConfig:
@@ -34,7 +35,7 @@ def policy(*overrides: str) -> PolicyConfig:
 
 
 def on(tuning: TuningConfig) -> set[str]:
-    return {name for name in SWITCHES if getattr(tuning, name)}
+    return {name for name in NAMES if getattr(tuning, name)}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_unset_switches_follow_the_hardware(
     )
 
 
-@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_switch_that_is_set_stays(name: str) -> None:
     everything = Situation(policy(*PARALLEL), H100, 8, experts=True)
     for value in (True, False):

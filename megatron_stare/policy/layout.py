@@ -17,10 +17,8 @@ experts, K experts a token.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
 import torch
@@ -38,7 +36,15 @@ PAD_ID = 0  # any id will do: no loss token sees it
 FP8_ROWS = {"mxfp8": 32, "blockwise": 128}
 PLAIN_FP8_ROWS = 16
 _POSITION_BITS = 32
-_COLUMNS = {"rollout_logprob_T": "logprobs", "fresh_T": "fresh", "turn_T": "turns"}
+# The fields of TrainSequence that become flat tensors: one value of a sequence, or one of a token.
+_OF_SEQUENCES = {
+    "advantage_T": "advantage",
+    "sequence_T": "number",
+    "sequence_tokens_T": "rollout_tokens",
+    "off_temperature_T": "off_temperature",
+    "scored_T": "scored",
+}
+_OF_TOKENS = {"rollout_logprob_T": "logprobs", "fresh_T": "fresh", "turn_T": "turns"}
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,12 @@ def multiples(topology: Topology, policy: PolicyConfig) -> tuple[int, int]:
     return single, math.lcm(single, held * topology.context_size)
 
 
+def room(topology: Topology, policy: PolicyConfig) -> int:
+    """The positions that a packed micro-batch has room for."""
+    _, whole = multiples(topology, policy)
+    return policy.sequence_budget // whole * whole
+
+
 def aligned_lengths(
     length_n: numpy.ndarray, topology: Topology, policy: PolicyConfig
 ) -> numpy.ndarray:
@@ -156,52 +168,47 @@ def micro_batch(
     """This rank's tensors of micro-batch `number`; the values of its loss tokens are written to the
     rank's flat tensors (FLAT), from `start` on. `routing`: of a model with experts.
     """
-    packed = policy.packed_sequences
-    padded_n = padded_lengths(_whole([one.own_length for one in sequences]), topology, policy)
+    padded_n = padded_lengths(_numbers(sequences, "own_length"), topology, policy)
+    begin_n, held_n = numpy.cumsum(padded_n) - padded_n, padded_n // topology.context_size
     shared_n = numpy.zeros_like(padded_n)
-    shared_n[: len(sequences)] = [one.shared for one in sequences]
-    held_n = padded_n // topology.context_size
-    position = _held_positions(padded_n, topology) + numpy.repeat(shared_n, held_n)
-    tokens = _padded_tokens(sequences, padded_n)
-    begin_n = numpy.cumsum(padded_n) - padded_n
-    shape = (1, -1) if packed else (len(padded_n), -1)
-    place, index, loss_n = _loss_tokens(sequences, padded_n, topology)
-    begin_held_n = numpy.cumsum(held_n) - held_n
-    whole = topology.context_size == 1
-    source = slice(None) if whole else numpy.repeat(begin_n, held_n) + position
-    sequence = numpy.repeat(numpy.arange(len(loss_n)), loss_n)
-    if packed:
-        row = _rows(place, sequence, shared_n, begin_held_n)
-    else:
-        row = place * len(padded_n) + sequence
-    device = runtime.device()
+    shared_n[: len(sequences)] = _numbers(sequences, "shared")
+    batch = 1 if policy.packed_sequences else len(padded_n)
+    # Of every position that this rank holds: its place among those of its sequence, and among the
+    # padded positions of all sequences, in the order of [B, S] and in that of [S, B], the rows.
+    within = _held_positions(padded_n, topology)
+    source_BS = (numpy.repeat(begin_n, held_n) + within).reshape(batch, -1)
+    source_R = source_BS.T.ravel()
+    row_of = numpy.full(int(padded_n.sum()), -1)
+    row_of[source_R] = numpy.arange(len(source_R))
+    index, sequence, place = _loss_tokens(sequences, begin_n, shared_n)
+    row_N = row_of[place]
+    here = row_N >= 0
+    index, sequence, row_N = index[here], sequence[here], row_N[here]
+    rows = slice(start, start + len(row_N))
+    of_tokens = {name: values[rows].numpy() for name, values in flat.items()}
+    _fill(of_tokens, sequences, number, sequence, index)
+    tokens, device = _padded_tokens(sequences, begin_n, len(row_of)), runtime.device()
 
     def on_device(values: numpy.ndarray) -> Tensor:
         return to_device(torch.from_numpy(values), device)
 
-    rows = slice(start, start + len(row))
-    of_tokens = {name: values[rows].numpy() for name, values in flat.items()}
-    _fill(of_tokens, sequences, number, loss_n, index)
+    ends = numpy.cumsum([0, *padded_n]).astype(numpy.int32)
+    responses = [one.token_ids[one.prompt_length :] for one in sequences]
+    routers = _of_routers(sequences, begin_n, len(row_of), routing)
     return MicroBatch(
-        token_BS=on_device(tokens[source].reshape(shape)),
-        position_BS=on_device(position.reshape(shape)),
-        row_N=on_device(row),
-        target_N=on_device(
-            _at(index, _concatenated(sequences, _response_ids, numpy.int32)).astype(numpy.int64)
-        ),
+        token_BS=on_device(tokens[source_BS]),
+        position_BS=on_device((within + numpy.repeat(shared_n, held_n)).reshape(batch, -1)),
+        row_N=on_device(row_N),
+        target_N=on_device(_concatenated(responses, numpy.int32)[index].astype(numpy.int64)),
         sequence_N=on_device(sequence),
         num_sequences=len(sequences),
-        loss_tokens_B=on_device(_whole([one.loss_tokens for one in sequences])),
-        offset_B=on_device(_whole([one.offset for one in sequences])),
+        loss_tokens_B=on_device(_numbers(sequences, "loss_tokens")),
+        offset_B=on_device(_numbers(sequences, "offset")),
         rows=rows,
-        cumulative_lengths=torch.from_numpy(
-            numpy.concatenate([[0], numpy.cumsum(padded_n)]).astype(numpy.int32)
-        )
-        if packed
-        else None,
+        cumulative_lengths=torch.from_numpy(ends) if policy.packed_sequences else None,
         prefixes=_prefixes(shared_n, begin_n),
         longest=int((padded_n + shared_n).max()),
-        **_of_routers(sequences, padded_n, source, shape, routing, on_device),
+        **{name: on_device(values[source_R]) for name, values in routers.items()},
     )
 
 
@@ -219,143 +226,82 @@ def _prefixes(shared_n: numpy.ndarray, begin_n: numpy.ndarray) -> tuple[tuple[in
     return tuple(zip(begin_n[_holders(shared_n)].tolist(), shared_n.tolist(), strict=True))
 
 
-def _rows(
-    place: numpy.ndarray,
-    sequence: numpy.ndarray,
-    shared_n: numpy.ndarray,
-    begin_held_n: numpy.ndarray,
-) -> numpy.ndarray:
-    """The rows of a packed micro-batch that hold these places of these sequences."""
-    own = begin_held_n[sequence] + place - shared_n[sequence]
-    shared = begin_held_n[_holders(shared_n)[sequence]] + place
-    return numpy.where(place < shared_n[sequence], shared, own)
-
-
 def _of_routers(
     sequences: Sequence[TrainSequence],
-    padded_n: numpy.ndarray,
-    source: numpy.ndarray | slice,
-    shape: tuple[int, int],
+    begin_n: numpy.ndarray,
+    padded: int,
     routing: RoutingShape | None,
-    on_device: Callable[[numpy.ndarray], Tensor],
-) -> dict[str, Any]:
-    """MicroBatch's `real_R` and, where a rollout has its choices, `routing_RLK`, of all layers; in
-    the routers' order, that of [S, B] flattened. `source`: where each position held here comes
-    from.
+) -> dict[str, numpy.ndarray]:
+    """MicroBatch's `real_R` and, where a rollout has its choices, `routing_RLK`, of all layers and
+    of the padded positions of all sequences.
     """
     if routing is None:
         return {}
-
-    def ordered(values: numpy.ndarray) -> Tensor:
-        held = values[source].reshape(*shape, *values.shape[1:])
-        return on_device(
-            numpy.ascontiguousarray(held.swapaxes(0, 1)).reshape(-1, *values.shape[1:])
-        )
-
-    begins = (numpy.cumsum(padded_n) - padded_n).tolist()
-    real = numpy.zeros(int(padded_n.sum()), numpy.bool_)
-    for begin, one in zip(begins, sequences, strict=False):
+    real = numpy.zeros(padded, numpy.bool_)
+    chosen = numpy.full((padded, len(routing.layers), routing.top_k), -1, numpy.int16)
+    given = [one for one in sequences if one.routing is not None]
+    for begin, one in zip(begin_n.tolist(), sequences, strict=False):
         real[begin : begin + one.input_length] = True
-    found = {"real_R": ordered(real)}
-    if any(one.routing is not None for one in sequences):
-        chosen = numpy.full((len(real), len(routing.layers), routing.top_k), -1, numpy.int16)
-        for begin, one in zip(begins, sequences, strict=False):
-            if one.routing is not None:
-                chosen[begin : begin + len(one.routing)] = one.routing
-        found["routing_RLK"] = ordered(chosen)
-    return found
+        if one.routing is not None:
+            chosen[begin : begin + len(one.routing)] = one.routing
+    return {"real_R": real, "routing_RLK": chosen} if given else {"real_R": real}
 
 
 def _loss_tokens(
-    sequences: Sequence[TrainSequence], padded_n: numpy.ndarray, topology: Topology
+    sequences: Sequence[TrainSequence], begin_n: numpy.ndarray, shared_n: numpy.ndarray
 ) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-    """Of every loss token whose predicting position this rank holds: that position among those of
-    its sequence that are held here, and the token's place among all responses; in the order of the
-    sequences, with the count of each.
+    """Of every loss token, in the order of the sequences: its place among all responses, its
+    sequence, and the place of the position that predicts it among the padded positions.
     """
+    index = numpy.flatnonzero(_concatenated([one.loss_mask for one in sequences], numpy.bool_))
     count_n = _response_lengths(sequences)
-    prompt_n = numpy.array([one.prompt_length for one in sequences], numpy.int64)
-    index = numpy.flatnonzero(_concatenated(sequences, lambda one: one.loss_mask, numpy.bool_))
-    end_n = numpy.cumsum(count_n)
-    # the position before a token predicts it
-    shift_n = end_n - count_n - prompt_n + 1
-    loss_n = _counts(index, end_n)
-    position = index - numpy.repeat(shift_n, loss_n)
-    if topology.context_size == 1:
-        return position, index, loss_n
-    chunk_n = padded_n[: len(loss_n)] // (2 * topology.context_size)
-    chunk = numpy.repeat(chunk_n, loss_n)
-    number, within = numpy.divmod(position, chunk)
-    last = 2 * topology.context_size - 1 - topology.context_rank
-    here = (number == topology.context_rank) | (number == last)
-    place = within + numpy.where(number == last, chunk, 0)
-    index = index[here]
-    return place[here], index, _counts(index, end_n)
-
-
-def _counts(index: numpy.ndarray, end_n: numpy.ndarray) -> numpy.ndarray:
-    """The number of the rising places in each of the stretches that end there."""
-    return numpy.diff(numpy.searchsorted(index, end_n), prepend=0)
-
-
-def _response_lengths(sequences: Sequence[TrainSequence]) -> numpy.ndarray:
-    return numpy.array([len(one.loss_mask) for one in sequences], numpy.int64)
+    loss_n = numpy.array([numpy.count_nonzero(one.loss_mask) for one in sequences], numpy.int64)
+    sequence = numpy.repeat(numpy.arange(len(sequences)), loss_n)
+    # The position before a token predicts it.
+    shift_n = numpy.cumsum(count_n) - count_n - _numbers(sequences, "prompt_length") + 1
+    position = index - shift_n[sequence]
+    own = (begin_n - shared_n)[sequence] + position
+    shared = begin_n[_holders(shared_n)[sequence]] + position
+    return index, sequence, numpy.where(position < shared_n[sequence], shared, own)
 
 
 def _fill(
     flat: Mapping[str, numpy.ndarray],
     sequences: Sequence[TrainSequence],
     microbatch: int,
-    loss_n: numpy.ndarray,
+    sequence: numpy.ndarray,
     index: numpy.ndarray,
 ) -> None:
-    """Write the values of the loss tokens at `index` of all responses, of which every sequence has
-    `loss_n`.
-    """
+    """Write the values of the loss tokens at `index` of all responses, which are in `sequence`."""
+    count_n = _response_lengths(sequences)
+    first_n = (_numbers(sequences, "number") << _POSITION_BITS) + _numbers(sequences, "offset")
+    first_n -= numpy.cumsum(count_n) - count_n
     flat["microbatch_T"].fill(microbatch)
-    flat["token_index_T"][:] = index
-    end, begin = 0, 0  # of a sequence's loss tokens, and of its response
-    for one, count in zip(sequences, loss_n.tolist(), strict=True):
-        its = slice(end, end + count)
-        flat["advantage_T"][its] = one.advantage
-        flat["sequence_T"][its] = one.number
-        flat["sequence_tokens_T"][its] = one.rollout_tokens
-        flat["token_index_T"][its] += (one.number << _POSITION_BITS) + one.offset - begin
-        flat["off_temperature_T"][its] = one.off_temperature
-        flat["scored_T"][its] = one.scored
-        end, begin = its.stop, begin + len(one.loss_mask)
-    for name, column in _COLUMNS.items():
-        kind = flat[name].dtype.type
-        flat[name][:] = _at(index, _concatenated(sequences, operator.attrgetter(column), kind))
+    flat["token_index_T"][:] = index + first_n[sequence]
+    for name, field in _OF_SEQUENCES.items():
+        flat[name][:] = numpy.array([getattr(one, field) for one in sequences])[sequence]
+    for name, field in _OF_TOKENS.items():
+        parts = [getattr(one, field) for one in sequences]
+        flat[name][:] = _concatenated(parts, flat[name].dtype.type)[index]
 
 
-def _at(index: numpy.ndarray, values: numpy.ndarray) -> numpy.ndarray:
-    """values[index] of rising places: all values, where there are as many."""
-    return values if len(index) == len(values) else values[index]
+def _response_lengths(sequences: Sequence[TrainSequence]) -> numpy.ndarray:
+    return numpy.array([len(one.loss_mask) for one in sequences], numpy.int64)
 
 
-def _whole(numbers: list[int]) -> numpy.ndarray:
-    return numpy.array(numbers, numpy.int64)
+def _numbers(sequences: Sequence[TrainSequence], field: str) -> numpy.ndarray:
+    return numpy.array([getattr(one, field) for one in sequences], numpy.int64)
 
 
-def _response_ids(sequence: TrainSequence) -> numpy.ndarray:
-    return sequence.token_ids[sequence.prompt_length :]
+def _concatenated(parts: Sequence[numpy.ndarray], kind: type[numpy.generic]) -> numpy.ndarray:
+    return numpy.concatenate([numpy.zeros(0, kind), *parts], dtype=kind, casting="same_kind")
 
 
-def _concatenated(
-    sequences: Sequence[TrainSequence],
-    part: Callable[[TrainSequence], numpy.ndarray],
-    kind: type[numpy.generic],
+def _padded_tokens(
+    sequences: Sequence[TrainSequence], begin_n: numpy.ndarray, padded: int
 ) -> numpy.ndarray:
-    """A part of every sequence, concatenated."""
-    parts = [numpy.zeros(0, kind), *map(part, sequences)]
-    return numpy.concatenate(parts, dtype=kind, casting="same_kind")
-
-
-def _padded_tokens(sequences: Sequence[TrainSequence], padded_n: numpy.ndarray) -> numpy.ndarray:
     """The sequences' own input tokens at their padded lengths, concatenated."""
-    tokens = numpy.full(int(padded_n.sum()), PAD_ID, numpy.int64)
-    begin_n = numpy.cumsum(padded_n) - padded_n
+    tokens = numpy.full(padded, PAD_ID, numpy.int64)
     for begin, one in zip(begin_n.tolist(), sequences, strict=False):
         tokens[begin : begin + one.own_length] = one.token_ids[one.shared : one.input_length]
     return tokens
@@ -363,10 +309,6 @@ def _padded_tokens(sequences: Sequence[TrainSequence], padded_n: numpy.ndarray) 
 
 def _held_positions(padded_n: numpy.ndarray, topology: Topology) -> numpy.ndarray:
     """The positions of each whole padded sequence that this rank holds, concatenated."""
-    held_n = padded_n // topology.context_size
-    within = numpy.arange(held_n.sum()) - numpy.repeat(numpy.cumsum(held_n) - held_n, held_n)
-    if topology.context_size == 1:
-        return within
-    chunk = numpy.repeat(held_n // 2, held_n)
-    last = 2 * topology.context_size - 2 - topology.context_rank
-    return within + chunk * numpy.where(within < chunk, topology.context_rank, last)
+    place = (topology.context_rank, topology.context_size)
+    stretches = [each for size in padded_n.tolist() for each in held_stretches(size, size, *place)]
+    return numpy.concatenate([numpy.arange(first, end) for first, end in stretches])

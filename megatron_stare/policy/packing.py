@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy
@@ -46,11 +46,17 @@ class Slice(NamedTuple):
     routing: slice
 
 
-class ReceivedSlices(NamedTuple):
-    """The bytes of a sequence's slices."""
-
-    content: numpy.ndarray
-    slices: list[Slice]
+# A sequence that another rank holds: the bytes of its slices.
+Received = tuple[numpy.ndarray, list[Slice]]
+# What is sent of a sequence, in this order. Of its versions nothing where they are all the same.
+_KINDS = {
+    "ids": numpy.dtype(numpy.int32),
+    "logprobs": numpy.dtype(numpy.float32),
+    "versions": numpy.dtype(numpy.int32),
+    "mask": numpy.dtype(numpy.bool_),
+    "turns": numpy.dtype(numpy.int32),
+    "routing": numpy.dtype(numpy.uint8),
+}
 
 
 def pack(
@@ -77,10 +83,10 @@ def pack(
     length_n = numpy.array(
         [each.group.prompt_length + each.rollout.length - 1 for each in trained], numpy.int64
     )
-    budget = policy.sequence_budget
     size_n = layout.aligned_lengths(length_n, topology, policy)
-    if policy.on_long_sequence == "error" and (size_n > budget).any():
-        place = int((size_n > budget).argmax())
+    too_long_n = size_n > policy.sequence_budget
+    if policy.on_long_sequence == "error" and too_long_n.any():
+        place = int(too_long_n.argmax())
         raise UserError(
             f"a sequence has {length_n[place]} tokens ({size_n[place]} with its alignment), "
             f"more than policy.max_tokens_per_gpu={policy.max_tokens_per_gpu} x "
@@ -114,22 +120,20 @@ def _assigned(
     """The sequence numbers of each data rank's micro-batches, and the number of the first positions
     that a sequence leaves to an earlier one.
     """
-    budget = policy.sequence_budget
-    _, whole = layout.multiples(topology, policy)
-    units = _units(trained, length_n, budget // whole * whole, policy.shared_prompts)
+    units = _units(trained, length_n, layout.room(topology, policy), policy.shared_prompts)
     shared = {n: trained[n].group.prompt_length for unit in units for n in unit[1:]}
     rows_u = numpy.array(
         [sum(length_n[n] - shared.get(n, 0) for n in unit) for unit in units], numpy.int64
     )
     shares = _balanced(numpy.arange(len(units)), rows_u, topology.data_size, hidden_size)
-    split = [_split(share, rows_u, budget, topology, policy) for share in shares]
+    split = [_split(share, rows_u, topology, policy) for share in shares]
     count = max(len(batches) for batches in split)
     if topology.virtual_size > 1:  # the interleaved schedule goes round the stages in whole turns
         count = -(-count // topology.pipeline_size) * topology.pipeline_size
     evened = [
         [
             [number for unit in batch for number in units[unit]]
-            for batch in _evened(batches, rows_u, count, budget, hidden_size, topology, policy)
+            for batch in _evened(batches, rows_u, count, hidden_size, topology, policy)
         ]
         for batches in split
     ]
@@ -201,18 +205,14 @@ def _balanced(
 
 
 def _split(
-    share: list[int],
-    length_n: numpy.ndarray,
-    budget: int,
-    topology: Topology,
-    policy: PolicyConfig,
+    share: list[int], length_n: numpy.ndarray, topology: Topology, policy: PolicyConfig
 ) -> list[list[int]]:
     """A share (longest first) into as few micro-batches as first-fit finds;
     at least one, which may be empty.
     """
     if not policy.packed_sequences:
-        return _split_padded(share, length_n, budget, topology, policy)
-    single, whole = layout.multiples(topology, policy)
+        return _split_padded(share, length_n, topology, policy)
+    single, _ = layout.multiples(topology, policy)
     size_n = -(-length_n[share] // single) * single
     room_b = numpy.zeros(len(share), numpy.int64)  # of the batches so far, in their order
     batches: list[list[int]] = []
@@ -221,25 +221,21 @@ def _split(
         if not batches or room_b[place] < size:
             place = len(batches)
             batches.append([])
-            room_b[place] = budget // whole * whole
+            room_b[place] = layout.room(topology, policy)
         batches[place].append(sequence)
         room_b[place] -= size
     return batches or [[]]
 
 
 def _split_padded(
-    share: list[int],
-    length_n: numpy.ndarray,
-    budget: int,
-    topology: Topology,
-    policy: PolicyConfig,
+    share: list[int], length_n: numpy.ndarray, topology: Topology, policy: PolicyConfig
 ) -> list[list[int]]:
     """Padded batches hold sequences of similar length, so only the newest batch is a candidate."""
     size_n = layout.aligned_lengths(length_n[share], topology, policy).tolist()
     batches: list[list[int]] = []
     size = 0  # of every row of the newest: its first is its longest
     for sequence, its_size in zip(share, size_n, strict=True):
-        if not batches or (len(batches[-1]) + 1) * size > budget:
+        if not batches or (len(batches[-1]) + 1) * size > policy.sequence_budget:
             batches.append([])
             size = its_size
         batches[-1].append(sequence)
@@ -250,7 +246,6 @@ def _evened(
     batches: list[list[int]],
     length_n: numpy.ndarray,
     count: int,
-    budget: int,
     hidden_size: int,
     topology: Topology,
     policy: PolicyConfig,
@@ -262,7 +257,7 @@ def _evened(
         together = [sequence for batch in batches for sequence in batch]
         even = _balanced(together, length_n, count, hidden_size)
         sizes = [layout.padded_lengths(length_n[batch], topology, policy) for batch in even]
-        if all(int(size.sum()) <= budget for size in sizes):
+        if all(int(size.sum()) <= policy.sequence_budget for size in sizes):
             return even
     return batches + [[] for _ in range(count - len(batches))]
 
@@ -274,7 +269,7 @@ def _fetched(
     topology: Topology,
     policy: PolicyConfig,
     routing: RoutingShape | None,
-) -> dict[int, ReceivedSlices]:
+) -> dict[int, Received]:
     """The slices that this rank trains of other ranks' sequences, by sequence number. Collective.
 
     evened: the micro-batches of every data rank. routing: the shape of the choices sent along.
@@ -304,14 +299,12 @@ def _fetched(
         parcels,
         topology.host,
     )
-    return {
-        sent[place][0]: ReceivedSlices(content, sent[place][1]) for place, content in found.items()
-    }
+    return {sent[place][0]: (content, sent[place][1]) for place, content in found.items()}
 
 
 def _train_sequence(
     trained: TrainedSequence,
-    there: ReceivedSlices | None,
+    there: Received | None,
     weight_version: int,
     routing: RoutingShape | None,
     shared: int,
@@ -321,22 +314,21 @@ def _train_sequence(
     """
     number, group, rollout, *_ = trained
     if isinstance(rollout, Rollout):
-        ids = numpy.concatenate([group.prompt.token_ids, rollout.response_ids])
-        logprobs, versions, mask = rollout.logprobs, rollout.token_versions, rollout.loss_mask
-        chosen, turns = rollout.routing, turns_of(mask)
+        arrays = _held_arrays(group, rollout)
     else:
         assert there is not None, "it was sent"
-        ids, logprobs, versions, mask, turns, chosen = _arrays(group, rollout, there)
+        arrays = _received_arrays(group, rollout, there)
+    ids, mask, chosen = arrays["ids"], arrays["mask"], arrays["routing"]
     alike = numpy.full(len(mask), rollout.weight_version == weight_version)
     return TrainSequence(
         number=number,
         token_ids=ids,
         prompt_length=group.prompt_length,
         loss_mask=mask,
-        logprobs=logprobs,
+        logprobs=arrays["logprobs"],
         advantage=0.0 if rollout.advantage is None else rollout.advantage,
-        fresh=versions == weight_version if rollout.varied else alike,
-        turns=turns + trained.turns_before,
+        fresh=arrays["versions"] == weight_version if rollout.varied else alike,
+        turns=arrays["turns"] + trained.turns_before,
         loss_tokens=rollout.loss_tokens,
         rollout_tokens=trained.loss_tokens,
         offset=trained.offset,
@@ -371,57 +363,62 @@ def _slices(
     ]
 
 
+def _sent(rollout: RolloutMeta, part: Slice) -> Iterator[tuple[str, slice]]:
+    """The arrays of a sequence, and the places in them, that a slice is sent as: of the turns that
+    of the first token, from which the mask says the others.
+    """
+    first = slice(part.response.start, min(part.response.start + 1, part.response.stop))
+    places = {"ids": part.ids, "turns": first, "routing": part.routing}
+    for name in _KINDS:
+        if name != "versions" or rollout.varied:
+            yield name, places.get(name, part.response)
+
+
 def _size(rollout: RolloutMeta, slices: Sequence[Slice]) -> int:
     """Bytes of the slices."""
-    per_token = 9 + 4 * rollout.varied
-    return sum(
-        4 * (one.ids.stop - one.ids.start)
-        + (per_token - 4) * (one.response.stop - one.response.start)
-        + 4 * (one.response.start < one.response.stop)
-        + one.routing.stop
-        - one.routing.start
-        for one in slices
-    )
+    sent = [each for part in slices for each in _sent(rollout, part)]
+    return sum(_KINDS[name].itemsize * (place.stop - place.start) for name, place in sent)
+
+
+def _held_arrays(group: Group, rollout: Rollout) -> dict[str, numpy.ndarray]:
+    return {
+        "ids": numpy.concatenate([group.prompt.token_ids, rollout.response_ids]),
+        "logprobs": rollout.logprobs,
+        "versions": rollout.token_versions,
+        "mask": rollout.loss_mask,
+        "turns": turns_of(rollout.loss_mask),
+        "routing": rollout.routing,
+    }
 
 
 def _bytes_of(group: Group, rollout: RolloutMeta, slices: Sequence[Slice]) -> numpy.ndarray:
     assert isinstance(rollout, Rollout), "this rank holds it"
-    whole = numpy.concatenate([group.prompt.token_ids, rollout.response_ids])
-    versions = [rollout.token_versions] if rollout.varied else []
-    turns = turns_of(rollout.loss_mask)
-    columns = [numpy.zeros(0, numpy.uint8)]
-    for ids, response, routing in slices:
-        columns.append(whole[ids])
-        columns += [column[response] for column in (rollout.logprobs, *versions, rollout.loss_mask)]
-        columns += [turns[response][:1], rollout.routing[routing]]
-    return numpy.concatenate([column.view(numpy.uint8) for column in columns])
+    arrays = _held_arrays(group, rollout)
+    columns = [arrays[name][place] for part in slices for name, place in _sent(rollout, part)]
+    return numpy.concatenate(
+        [numpy.zeros(0, numpy.uint8), *(column.view(numpy.uint8) for column in columns)]
+    )
 
 
-def _arrays(group: Group, rollout: RolloutMeta, there: ReceivedSlices) -> tuple[numpy.ndarray, ...]:
-    """Ids, log-probs, versions, mask, turns and routing at their places; zeros elsewhere."""
-    count, at = rollout.length, 0
-
-    def taken(kind: type[numpy.generic], into: numpy.ndarray, place: slice) -> None:
-        nonlocal at
-        values = numpy.frombuffer(there.content, kind, place.stop - place.start, at)
-        into[place], at = values, at + values.nbytes
-
-    ids = numpy.zeros(group.prompt_length + count, numpy.int32)
-    logprobs, mask = numpy.zeros(count, numpy.float32), numpy.zeros(count, numpy.bool_)
-    versions, turns = (numpy.zeros(n, numpy.int32) for n in (count * rollout.varied, count))
-    sent = max((one.routing.stop for one in there.slices), default=0)
-    routing = numpy.zeros(sent, numpy.uint8)
-    for of_ids, response, of_routing in there.slices:
-        taken(numpy.int32, ids, of_ids)
-        taken(numpy.float32, logprobs, response)
-        if rollout.varied:
-            taken(numpy.int32, versions, response)
-        taken(numpy.bool_, mask, response)
-        taken(numpy.int32, turns[response], slice(0, len(turns[response][:1])))
-        within = turns_of(mask[response])
-        turns[response] = turns[response][:1] + within - within[:1]
-        taken(numpy.uint8, routing, of_routing)
-    return ids, logprobs, versions, mask, turns, routing
+def _received_arrays(
+    group: Group, rollout: RolloutMeta, there: Received
+) -> dict[str, numpy.ndarray]:
+    """The same arrays: the slices at their places; zeros elsewhere."""
+    (content, slices), at = there, 0
+    lengths = {
+        "ids": group.prompt_length + rollout.length,
+        "routing": max((part.routing.stop for part in slices), default=0),
+    }
+    arrays = {
+        name: numpy.zeros(lengths.get(name, rollout.length), kind) for name, kind in _KINDS.items()
+    }
+    for part in slices:
+        for name, place in _sent(rollout, part):
+            values = numpy.frombuffer(content, _KINDS[name], place.stop - place.start, at)
+            arrays[name][place], at = values, at + values.nbytes
+        turns, within = arrays["turns"][part.response], turns_of(arrays["mask"][part.response])
+        turns[:] = turns[:1] + within - within[:1]
+    return arrays
 
 
 def _token_batch(

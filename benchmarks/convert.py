@@ -55,7 +55,7 @@ def make_source(directory: Path, layers: int) -> int:
     shapes = {
         name: (shape, torch.bfloat16)
         for entry in name_table(config)
-        for name, shape in zip(entry.hf, entry.shapes, strict=True)
+        for name, shape in entry.tensors
     }
     sizes = {name: torch.Size(shape).numel() * 2 for name, (shape, _) in shapes.items()}
     layout = hf_files.default_layout(sizes, FILE_BYTES)

@@ -117,7 +117,7 @@ def check_source(source: Path, format_name: str) -> PretrainedConfig:
         check_server(config, block_matrices(config), 1, 1, f"--format {format_name}")
     group = chosen.group
     for entry in table:
-        for name, shape in zip(entry.hf, entry.shapes, strict=True):
+        for name, shape in entry.tensors:
             tensor = checkpoint.read(name, shape)
             if not torch.isfinite(tensor).all():
                 raise UserError(

@@ -242,7 +242,7 @@ def test_fp8_servers_hold_one_byte_for_each_encoded_weight(family: str, rounded:
     """One scale for 128 x 128 of them is added; both are counted in the table of names."""
     hf = tiny_config(family)
     encoded = block_matrices(hf, experts_only=rounded == "fp8_experts")
-    shapes = {n: s for entry in name_table(hf) for n, s in zip(entry.hf, entry.shapes, strict=True)}
+    shapes = {n: s for entry in name_table(hf) for n, s in entry.tensors}
     weights = sum(math.prod(shapes[name]) for name in encoded)
     words = ["sglang.weights=fp8_uncorrected", "policy.dtype=bf16"]
     config = override(Config(), [*words, f"policy.weight_quantization={rounded}"])

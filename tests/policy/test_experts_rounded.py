@@ -237,7 +237,7 @@ def test_the_gradient_by_rounded_weights_moves_the_fp32_copies(
                 for t in twins
             ]
             shard, *moves = (
-                to_shard(entry, parts, hf, *found["place"]).flatten()[start:][: copy.numel()]
+                to_shard(entry, parts, *found["place"]).flatten()[start:][: copy.numel()]
                 for parts in (first, *steps)
             )
             assert torch.equal(copy.flatten(), shard), name

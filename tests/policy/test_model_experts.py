@@ -72,7 +72,7 @@ def logits_of(model: Any, ids_BS: Tensor, place: Topology) -> Tensor | None:
 
 
 def under_each_layout(rank: int, world_size: int, directories: dict[str, Path]) -> dict[Any, Any]:
-    """Per layout and family: the logits, every tensor of iterate_hf, the experts this rank holds,
+    """Per layout and family: the logits, every tensor of HFWeights, the experts this rank holds,
     and what arrives where rank 0 alone is given the tensors.
     """
     found: dict[Any, Any] = {}
@@ -81,7 +81,7 @@ def under_each_layout(rank: int, world_size: int, directories: dict[str, Path]) 
         for family, directory in directories.items():
             hf, chunks = loaded(directory, place, policy)
             tensors = {
-                name: tensor.clone() for name, tensor in hf_weights.iterate_hf(chunks, hf, place)
+                name: tensor.clone() for name, tensor in hf_weights.HFWeights(chunks, hf, place)
             }
             held = {name for name in hf_weights.named_parameters(chunks) if ".experts." in name}
             found[layout, family] = (logits_of(chunks[0], token_ids(), place), tensors, held)
@@ -173,7 +173,7 @@ def test_gradients_equal_those_of_transformers(
     for entry in name_table(hf):
         if entry.dtype is not None:  # a router's bias is not trained
             continue
-        gradients = from_shards(entry, [parameters[entry.megatron].grad], hf)  # type: ignore[list-item]
+        gradients = from_shards(entry, [parameters[entry.megatron].grad])  # type: ignore[list-item]
         for name, gradient in zip(entry.hf, gradients, strict=True):
             # fp32 rounds by up to 1.1e-6 on some processors; in float64 the bound is 1e-9
             # (tests/policy/huggingface/test_families_layouts.py).

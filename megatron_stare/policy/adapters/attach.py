@@ -83,12 +83,10 @@ def attach(
     every = projections(hf, settings)
     by_layer = {number: list(own) for number, own in groupby(every, lambda each: each.layer)}
     start = _start(every, settings, seed)
-    groups = hf.num_key_value_heads // dist.get_world_size(topology.tensor)
 
     def made_for(entry: ParameterMapping, leaves: set[str], weight: Tensor) -> LowRank:
         return LowRank(
             *(entry, leaves, weight, topology, settings),
-            groups=groups if entry.layout == "qkv" else 1,
             sequence_parallel=policy.sequence_parallel,
             start=start,
         )

@@ -38,9 +38,9 @@ Start = Callable[[str], tuple[Tensor, Tensor]]
 class LowRank(nn.Module):
     """Adapters of the projections `leaves` (q_proj, ...) of the layer that `entry` describes.
 
-    `weight`: the layer's weight on this rank. `groups`: query groups on this rank for a fused qkv,
-    else 1. `start(weight)` gives the whole A [R, I] and B [O, R] that the projection with this HF
-    name starts with. Experts that share adapters share this module, made with the entry of one.
+    `weight`: the layer's weight on this rank. `start(weight)` gives the whole A [R, I] and B [O, R]
+    that the projection with this HF name starts with. Experts that share adapters share this
+    module, made with the entry of one.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class LowRank(nn.Module):
         topology: Topology,
         settings: AdaptersConfig,
         *,
-        groups: int,
         sequence_parallel: bool,
         start: Start,
     ) -> None:
         super().__init__()
-        self.scale, self.groups, self.enabled = settings.alpha / settings.rank, groups, True
+        self.scale, self.enabled = settings.alpha / settings.rank, True
+        self.groups = entry.groups // topology.tensor_size if entry.layout == "qkv" else 1
         is_expert = entry.expert is not None
         self.is_column = entry.layout in ("qkv", "rows") and not is_expert
         self.is_row = entry.layout == "columns" and not is_expert
@@ -72,7 +72,7 @@ class LowRank(nn.Module):
         self.widths: dict[str, int] = {}
         self.tally: list[Tensor] = []
         size, place = dist.get_world_size(self.group), dist.get_rank(self.group)
-        for name, (outputs, _) in zip(entry.hf, entry.shapes, strict=True):
+        for name, (outputs, _) in entry.tensors:
             leaf = name.split(".")[-2]
             self.widths[leaf] = outputs // size if self.is_column else outputs
             if leaf not in leaves:

@@ -77,7 +77,7 @@ def projections(hf: PretrainedConfig, settings: AdaptersConfig) -> list[Projecti
         place = match[2].partition(".")[2].replace("local_experts.", "")
         if entry.expert is not None and settings.experts == "shared":
             place = place.replace(f".{entry.expert}.", ".")
-        for name, shape in zip(entry.hf, entry.shapes, strict=True):
+        for name, shape in entry.tensors:
             leaf = name.split(".")[-2]
             found.append(Projection(entry, int(match[1]), match[2], place, leaf, name, shape))
     return [each for each in found if each.target in settings.target_names]

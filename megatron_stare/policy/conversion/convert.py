@@ -35,7 +35,6 @@ from megatron_stare.policy.huggingface.names import (
     ParameterMapping,
     from_shards,
     name_table,
-    to_shard,
 )
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.model_state import is_distributed
@@ -67,7 +66,7 @@ def hf_to_megatron(
     with _working_directory(source, target, {"to": "megatron", "dtype": dtype}) as working:
         writer = megatron_files.CheckpointWriter(working, megatron_files.places(hf, topology))
         for number, part in enumerate(_parts(table, checkpoint)):
-            writer.add(number, _parameters(part, checkpoint, hf, build.DTYPES.get(dtype)))
+            writer.add(number, _parameters(part, checkpoint, build.DTYPES.get(dtype)))
             advance(sum(checkpoint.bytes_of(entry.hf) for entry in part))
         digests = writer.finish(
             {"source": str(source), "content_metadata": {"non_homogeneous_layers": True}}
@@ -102,7 +101,7 @@ def megatron_to_hf(
     shapes = {
         name: (shape, _dtype(entry, wanted) or reader.dtype(entry.megatron))
         for entry in table
-        for name, shape in zip(entry.hf, entry.shapes, strict=True)
+        for name, shape in entry.tensors
     }
     layout = hf_files.layout_of(source)
     parts = _file_names(layout, others).parts(shapes)
@@ -117,7 +116,7 @@ def megatron_to_hf(
         for file in layout.files:
             if file.name not in finished:
                 infos = hf_files.describe(shapes, file.tensors)
-                tensors = _hf_tensors(file.tensors, parts, table, reader, hf, wanted, others)
+                tensors = _hf_tensors(file.tensors, parts, table, reader, wanted, others)
                 finished[file.name] = hf_files.write_file(
                     working / file.name, tensors, infos, file.metadata
                 )
@@ -207,17 +206,10 @@ def _parts(
 
 
 def _parameters(
-    entries: list[ParameterMapping],
-    checkpoint: Checkpoint,
-    hf: PretrainedConfig,
-    dtype: torch.dtype | None,
+    entries: list[ParameterMapping], checkpoint: Checkpoint, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
     for entry in entries:
-        tensors = [
-            checkpoint.read(name, shape) for name, shape in zip(entry.hf, entry.shapes, strict=True)
-        ]
-        parameter = to_shard(entry, tensors, hf, 1, 0)
-        del tensors
+        parameter = checkpoint.shard(entry)
         yield entry.megatron, parameter.to(_dtype(entry, dtype) or parameter.dtype)
 
 
@@ -226,7 +218,6 @@ def _hf_tensors(
     parts: dict[str, list[str]],
     table: list[ParameterMapping],
     reader: megatron_files.CheckpointReader | merging.MergedReader,
-    hf: PretrainedConfig,
     dtype: torch.dtype | None,
     others: Checkpoint | None = None,
 ) -> Iterator[Tensor]:
@@ -240,7 +231,7 @@ def _hf_tensors(
     def tensor_of(name: str) -> Tensor:
         entry = entry_of[name]
         if name not in held:
-            whole = from_shards(entry, [reader.read(entry.megatron)], hf)
+            whole = from_shards(entry, [reader.read(entry.megatron)])
             every = zip(entry.hf, whole, strict=True)
             held.update({other: tensor for other, tensor in every if other in left})
         left.discard(name)
@@ -361,7 +352,7 @@ def _write_hf(
     shapes = {
         name: (shape, entry.dtype or dtype)
         for entry in name_table(model.hf)
-        for name, shape in zip(entry.hf, entry.shapes, strict=True)
+        for name, shape in entry.tensors
     }
     others = with_other_parts(source)
     parts = _file_names(hf_files.layout_of(source), others).parts(shapes)

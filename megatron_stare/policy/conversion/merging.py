@@ -58,7 +58,7 @@ class MergedReader:
     def __init__(
         self, source: Path, hf: PretrainedConfig, topology: Topology, base: Path | None = None
     ) -> None:
-        self.adapters, self.hf = _Adapters(source, hf, topology), hf
+        self.adapters = _Adapters(source, hf, topology)
         self.directory = directory = base or Path(self.adapters.stored["base"])
         if not directory.is_dir():
             raise UserError(
@@ -75,7 +75,7 @@ class MergedReader:
     def check_base(self) -> None:
         """Reads every weight. UserError: the directory holds other weights than the run's base."""
         found = content_digest(
-            (name, 0, content_hash(entry, self._base(entry), self.hf, 1, 0))
+            (name, 0, content_hash(entry, self._base(entry)))
             for name, entry in self.entries.items()
         )
         wanted = self.adapters.stored["fingerprint"]
@@ -95,20 +95,15 @@ class MergedReader:
         weight = self._base(entry)
         if not any(each in self.adapters.of_weight for each in entry.hf):
             return weight
-        changes = [
-            self.adapters.change(each, shape)
-            for each, shape in zip(entry.hf, entry.shapes, strict=True)
-        ]
-        change = to_shard(entry, changes, self.hf, 1, 0)
+        changes = [self.adapters.change(each, shape) for each, shape in entry.tensors]
+        change = to_shard(entry, changes)
         return (weight.to(change.dtype) + change).to(weight.dtype)
 
     def _base(self, entry: ParameterMapping) -> Tensor:
         if isinstance(self.base, CheckpointReader):
             weight = self.base.read(entry.megatron)
         else:
-            pairs = zip(entry.hf, entry.shapes, strict=True)
-            tensors = [self.base.read(name, shape) for name, shape in pairs]
-            weight = to_shard(entry, tensors, self.hf, 1, 0)
+            weight = self.base.shard(entry)
         return weight.to(self.dtype(entry.megatron))
 
 

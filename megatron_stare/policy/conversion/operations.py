@@ -233,7 +233,7 @@ def _own(
         return found[:, : hf.vocab_size]  # without the padding
     if entry is None or operation.part is None:
         return found
-    return from_shards(entry, [found.T], hf)[operation.part[1]].T
+    return from_shards(entry, [found.T])[operation.part[1]].T
 
 
 def _whole(value: Any) -> Tensor:

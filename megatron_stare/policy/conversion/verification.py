@@ -57,8 +57,8 @@ def compare_tensors(
     )
     different, compared = [], 0
     for entry in name_table(hf):
-        theirs = from_shards(entry, [reader.read(entry.megatron)], hf)
-        for name, shape, tensor in zip(entry.hf, entry.shapes, theirs, strict=True):
+        theirs = from_shards(entry, [reader.read(entry.megatron)])
+        for (name, shape), tensor in zip(entry.tensors, theirs, strict=True):
             stored = checkpoint.read(name, shape)
             tensor, stored = (
                 (tensor.to(stored.dtype), stored)
@@ -117,7 +117,7 @@ def _of_transformers(directory: Path, hf: PretrainedConfig) -> PreTrainedModel:
     tensors = {
         name: checkpoint.read(name, shape).float()
         for entry in name_table(hf)
-        for name, shape in zip(entry.hf, entry.shapes, strict=True)
+        for name, shape in entry.tensors
     }
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)].from_pretrained(
         None, config=config, state_dict=tensors, dtype=torch.float32

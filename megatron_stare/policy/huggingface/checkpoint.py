@@ -25,7 +25,7 @@ from megatron_stare.policy.huggingface.families import (
     megatron_fields,
 )
 from megatron_stare.policy.huggingface.files import DTYPES, TensorInfo, read_header, weight_files
-from megatron_stare.policy.huggingface.names import Rows, name_table
+from megatron_stare.policy.huggingface.names import ParameterMapping, Rows, name_table, to_shard
 
 # The text part of a vision-language model: its weights are named model.language_model.layers...
 _TEXT_PART, _MODEL = "model.language_model.", "model."
@@ -205,6 +205,13 @@ class Checkpoint:
             return plain
         return StoredBlocks(plain, self._stored[f"{name}{_SCALE}"], shape)
 
+    def shard(self, entry: ParameterMapping, tensor_size: int = 1, rank: int = 0) -> Tensor:
+        """Megatron's shard of a parameter, of whose tensors no more is read. UserError as in
+        `read`.
+        """
+        sources = [self.stored(name, shape) for name, shape in entry.tensors]
+        return to_shard(entry, sources, tensor_size, rank)
+
     @property
     def scales(self) -> set[str]:
         """The names that the scales of matrices in blocks have."""
@@ -289,7 +296,7 @@ def check_agreement(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
     known |= {*checkpoint.scales, *checkpoint.further(hf)}
     checkpoint.check_all_used(known, hf.tie_word_embeddings)
     for entry in name_table(hf):
-        for name, shape in zip(entry.hf, entry.shapes, strict=True):
+        for name, shape in entry.tensors:
             checkpoint.check(name, shape)
 
 

@@ -119,7 +119,6 @@ class RoundedWeights:
         self, chunks: Sequence[nn.Module], hf: PretrainedConfig, policy: PolicyConfig
     ) -> None:
         """UserError: there is nothing to round, or ranks would split blocks."""
-        self.hf = hf
         self.held: list[tuple[Tensor, ParameterMapping]] = []
         if policy.weight_quantization == "none":
             return
@@ -133,11 +132,11 @@ class RoundedWeights:
     def round(self) -> None:
         """Round them in place. Those that are rounded already keep every bit."""
         for parameter, entry in self.held:
-            for part in _parts(parameter, entry, self.hf.num_key_value_heads):
+            for part in _parts(parameter, entry):
                 part.copy_(rounded(part.flatten(0, -2)).view(part.shape))
 
 
-def _parts(shard: Tensor, entry: ParameterMapping, groups: int) -> Sequence[Tensor]:
+def _parts(shard: Tensor, entry: ParameterMapping) -> Sequence[Tensor]:
     """Views of what the shard holds of each Hugging Face matrix: [rows, I], or [groups, rows, I]
     of queries, keys and values, which lie interleaved by group.
     """
@@ -145,11 +144,11 @@ def _parts(shard: Tensor, entry: ParameterMapping, groups: int) -> Sequence[Tens
         return shard.chunk(len(entry.hf))
     if entry.layout != "qkv":
         return [shard]
-    widths = [shape[0] // groups for shape in entry.shapes]
+    widths = [shape[0] // entry.groups for shape in entry.shapes]
     return shard.unflatten(0, (-1, sum(widths))).split(widths, dim=1)
 
 
-def _part_shape(entry: ParameterMapping, number: int, ways: int, groups: int) -> tuple[int, int]:
+def _part_shape(entry: ParameterMapping, number: int, ways: int) -> tuple[int, int]:
     """Rows and columns of matrix `number` on one of `ways` ranks. More ranks than groups of queries
     hold copies of keys and values, on servers.
     """
@@ -158,7 +157,7 @@ def _part_shape(entry: ParameterMapping, number: int, ways: int, groups: int) ->
         return rows, columns // ways
     if entry.layout == "replicated":
         return rows, columns
-    return rows // (min(ways, groups) if entry.layout == "qkv" and number else ways), columns
+    return rows // (min(ways, entry.groups) if entry.layout == "qkv" and number else ways), columns
 
 
 def _check_trainer(hf: PretrainedConfig, policy: PolicyConfig) -> None:
@@ -172,7 +171,7 @@ def _check_trainer(hf: PretrainedConfig, policy: PolicyConfig) -> None:
     for entry in _entries(hf, experts_only):
         ways = dense if entry.expert is None else experts
         for number, name in enumerate(entry.hf):
-            part = _part_shape(entry, number, ways, hf.num_key_value_heads)
+            part = _part_shape(entry, number, ways)
             if part != entry.shapes[number] and part[entry.layout == "columns"] % BLOCK:
                 field = "tensor_model" if entry.expert is None else "expert_tensor"
                 raise UserError(
@@ -205,7 +204,7 @@ def check_server(
     for entry in _entries(hf, experts_only=False):
         split = ways if entry.expert is None else expert_ways
         for number, name in enumerate(entry.hf):
-            part = _part_shape(entry, number, split, hf.num_key_value_heads)
+            part = _part_shape(entry, number, split)
             if name in encoded and any(size % BLOCK for size in part):
                 raise UserError(
                     f"{asked} has blocks of {BLOCK} x {BLOCK}, and a server of {ways} GPUs would "

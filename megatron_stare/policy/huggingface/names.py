@@ -40,6 +40,7 @@ class ParameterMapping:
     such a parameter lives on one of them and is split over the expert-tensor-parallel ranks instead
     of the tensor-parallel ones.
     dtype: that which it has in a model of any dtype, if there is one.
+    groups: of qkv, those of the whole model.
     """
 
     megatron: str
@@ -49,6 +50,12 @@ class ParameterMapping:
     expert: int | None = None
     dtype: torch.dtype | None = None
     sections: tuple[int, ...] = ()
+    groups: int = 1
+
+    @property
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of each HF tensor."""
+        return zip(self.hf, self.shapes, strict=True)
 
     def parts(self) -> list[tuple[int, ...]]:
         """Of rows: the heights of the parts of every HF tensor."""
@@ -205,7 +212,9 @@ def name_table(hf: PretrainedConfig) -> list[ParameterMapping]:
                 shapes = tuple(tuple(map(sizes.__getitem__, word)) for word in row.shapes.split())
                 sections = tuple(map(sizes.__getitem__, row.sections))
                 yield ParameterMapping(
-                    f"{ours}{row.megatron}", names, row.layout, shapes, expert, row.dtype, sections
+                    *(f"{ours}{row.megatron}", names, row.layout, shapes, expert, row.dtype),
+                    sections,
+                    groups=fields["num_query_groups"],
                 )
 
     table = list(entries(_BEFORE))
@@ -265,11 +274,7 @@ class Rows(Protocol):
 
 
 def to_shard(
-    entry: ParameterMapping,
-    sources: Sequence[Rows],
-    hf: PretrainedConfig,
-    tensor_size: int,
-    rank: int,
+    entry: ParameterMapping, sources: Sequence[Rows], tensor_size: int = 1, rank: int = 0
 ) -> Tensor:
     """Megatron's shard of this parameter on tensor-parallel rank `rank`, from slices of its whole
     HF tensors: no more of them than the shard holds. May be a view.
@@ -299,16 +304,13 @@ def to_shard(
         return torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
     if entry.layout == "rows":
         return torch.cat(parts)
-    groups = hf.num_key_value_heads // tensor_size
-    grouped = [part.unflatten(0, (groups, -1)) for part in parts]
+    grouped = [part.unflatten(0, (entry.groups // tensor_size, -1)) for part in parts]
     if entry.layout == "gated_qkv":
-        grouped[0] = _swapped(grouped[0], hf.num_attention_heads // hf.num_key_value_heads, 2)
+        grouped[0] = _swapped(grouped[0], _heads_of_group(entry), 2)
     return torch.cat(grouped, dim=1).flatten(0, 1)
 
 
-def from_shards(
-    entry: ParameterMapping, shards: list[Tensor], hf: PretrainedConfig
-) -> list[Tensor]:
+def from_shards(entry: ParameterMapping, shards: list[Tensor]) -> list[Tensor]:
     """The whole HF tensors of this parameter, from Megatron's shards:
     the inverse of `to_shard`. May be views.
     """
@@ -323,13 +325,18 @@ def from_shards(
         stacked = [shard.split(heights) for shard in shards]
         parts = iter([_joined(list(part), dim=0) for part in zip(*stacked, strict=True)])
         return [_joined([next(parts) for _ in part], dim=0) for part in entry.parts()]
-    groups = hf.num_key_value_heads
-    by_group = torch.cat([shard.unflatten(0, (groups // len(shards), -1)) for shard in shards])
-    widths = [shape[0] // groups for shape in entry.shapes]
+    local = entry.groups // len(shards)
+    by_group = torch.cat([shard.unflatten(0, (local, -1)) for shard in shards])
+    widths = [shape[0] // entry.groups for shape in entry.shapes]
     found = list(by_group.split(widths, dim=1))
     if entry.layout == "gated_qkv":
-        found[0] = _swapped(found[0], 2, hf.num_attention_heads // groups)
+        found[0] = _swapped(found[0], 2, _heads_of_group(entry))
     return [part.flatten(0, 1) for part in found]
+
+
+def _heads_of_group(entry: ParameterMapping) -> int:
+    """Query heads of a group, of gated_qkv: queries have gates as wide as they are."""
+    return entry.shapes[0][0] // (2 * entry.shapes[1][0])
 
 
 def _swapped(part: Tensor, outer: int, inner: int) -> Tensor:

@@ -7,9 +7,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,15 +45,9 @@ def load_hf(
         parameter = parameters.pop(_megatron_name(entry, parameters), None)
         if parameter is None:
             continue  # another stage's, or another expert-parallel rank's
-        sources = [
-            checkpoint.stored(name, shape)
-            for name, shape in zip(entry.hf, entry.shapes, strict=True)
-        ]
-        group = _tensor_group(entry, topology)
+        size, rank = _tensor_place(entry, topology)
         with torch.no_grad():
-            parameter.copy_(
-                to_shard(entry, sources, hf, dist.get_world_size(group), dist.get_rank(group))
-            )
+            parameter.copy_(checkpoint.shard(entry, size, rank))
     if parameters:
         raise RuntimeError(
             f"the name table fills no {', '.join(sorted(parameters))}: "
@@ -78,68 +72,58 @@ class HFWeights:
     merged: bool = True
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        iterate = iterate_onto_first if self.onto_first else iterate_hf
-        return iterate(self.chunks, self.hf, self.topology, merged=self.merged)
+        return self._onto_first() if self.onto_first else self._onto_all()
 
+    def _onto_all(self) -> Iterator[tuple[str, Tensor]]:
+        """Shards are gathered over the tensor-parallel ranks that hold a parameter, then sent to
+        the other expert-parallel ranks of its stage, then to the other pipeline stages.
+        """
+        parameters, topology = named_parameters(self.chunks), self.topology
+        table, like = name_table(self.hf), next(self.chunks[0].parameters())
+        for entry, holders in zip(table, _holders(table, parameters, topology), strict=True):
+            first, tensors = holders[0], None
+            if first.stage == topology.pipeline_rank:
+                shard = parameters.get(_megatron_name(entry, parameters))
+                if shard is not None:
+                    exported, group = self._exported(shard), _tensor_group(entry, topology)
+                    tensors = from_shards(entry, _gathered(exported, group, entry))
+                if entry.expert is not None:
+                    tensors = _broadcast(tensors, first.expert_rank, topology.expert, entry, like)
+            tensors = _broadcast(tensors, first.stage, topology.pipeline, entry, like)
+            yield from zip(entry.hf, tensors, strict=True)
 
-def iterate_hf(
-    chunks: list[nn.Module], hf: PretrainedConfig, topology: Topology, *, merged: bool = True
-) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor) of every weight, on every rank. Collective:
-    all ranks iterate together.
-
-    Shards are gathered over the tensor-parallel ranks that hold a parameter, then sent to the other
-    expert-parallel ranks of its stage, then to the other pipeline stages.
-    """
-    parameters = named_parameters(chunks)
-    table = name_table(hf)
-    like = next(chunks[0].parameters())
-    for entry, (stage, expert_rank) in zip(
-        table, _owners(table, parameters, topology), strict=True
-    ):
-        tensors = None
-        if stage == topology.pipeline_rank:
-            shard = parameters.get(_megatron_name(entry, parameters))
-            if shard is not None:
-                exported, group = _exported(shard, merged), _tensor_group(entry, topology)
-                tensors = from_shards(entry, _gathered(exported, group, entry), hf)
-            if entry.expert is not None:
-                tensors = _broadcast(tensors, expert_rank, topology.expert, entry, like)
-        yield from zip(
-            entry.hf, _broadcast(tensors, stage, topology.pipeline, entry, like), strict=True
-        )
-
-
-def iterate_onto_first(
-    chunks: list[nn.Module], hf: PretrainedConfig, topology: Topology, *, merged: bool = True
-) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor) of every weight, on rank 0 alone. Collective:
-    all ranks iterate together, to the end.
-
-    Each shard travels once, from the rank of rank 0's model replica that holds it; no other rank
-    holds more than its own shards.
-    """
-    parameters = named_parameters(chunks)
-    table = name_table(hf)
-    like = next(chunks[0].parameters())
-    for entry, senders in zip(table, _senders(table, parameters, topology), strict=True):
-        own = parameters.get(_megatron_name(entry, parameters))
-        if topology.rank in senders and not topology.is_first:
-            assert own is not None, "it said that it holds it"
-            _exchanged([dist.P2POp(dist.isend, _exported(own, merged).contiguous(), 0)])
-        if not topology.is_first:
-            continue
-        shards, arriving = [], []
-        for place, sender in enumerate(senders):
-            if sender == topology.rank:
+    def _onto_first(self) -> Iterator[tuple[str, Tensor]]:
+        """Each shard travels once, from the rank of rank 0's model replica that holds it; no other
+        rank holds more than its own shards.
+        """
+        parameters, topology = named_parameters(self.chunks), self.topology
+        table, like = name_table(self.hf), next(self.chunks[0].parameters())
+        if 0 not in dist.get_process_group_ranks(topology.groups.tp_ep_pp):
+            return
+        for entry, holders in zip(table, _holders(table, parameters, topology), strict=True):
+            senders = _senders(entry, holders, topology)
+            own = parameters.get(_megatron_name(entry, parameters))
+            if topology.rank in senders and not topology.is_first:
                 assert own is not None, "it said that it holds it"
-                shards.append(_exported(own, merged))
+                _exchanged([dist.P2POp(dist.isend, self._exported(own).contiguous(), 0)])
+            if not topology.is_first:
                 continue
-            shape = _shard_shape(entry, hf, len(senders), place)
-            shards.append(torch.empty(shape, dtype=entry.dtype or like.dtype, device=like.device))
-            arriving.append(dist.P2POp(dist.irecv, shards[-1], sender))
-        _exchanged(arriving)
-        yield from zip(entry.hf, from_shards(entry, shards, hf), strict=True)
+            shards, arriving = [], []
+            for place, sender in enumerate(senders):
+                if sender == topology.rank:
+                    assert own is not None, "it said that it holds it"
+                    shards.append(self._exported(own))
+                    continue
+                shape, dtype = _shard_shape(entry, len(senders), place), entry.dtype or like.dtype
+                shards.append(torch.empty(shape, dtype=dtype, device=like.device))
+                arriving.append(dist.P2POp(dist.irecv, shards[-1], sender))
+            _exchanged(arriving)
+            yield from zip(entry.hf, from_shards(entry, shards), strict=True)
+
+    def _exported(self, parameter: Tensor) -> Tensor:
+        """This rank's shard as others receive it."""
+        adapter = getattr(parameter, "adapter", None) if self.merged else None
+        return parameter.detach() if adapter is None else adapter.merged(parameter.detach())
 
 
 def _exchanged(operations: list[dist.P2POp]) -> None:
@@ -150,45 +134,44 @@ def _exchanged(operations: list[dist.P2POp]) -> None:
         work.wait()
 
 
-def _shard_shape(
-    entry: ParameterMapping, hf: PretrainedConfig, tensor_size: int, rank: int
-) -> torch.Size:
+def _shard_shape(entry: ParameterMapping, tensor_size: int, rank: int) -> torch.Size:
     whole = [torch.empty(shape, device="meta") for shape in entry.shapes]
-    return to_shard(entry, whole, hf, tensor_size, rank).shape
+    return to_shard(entry, whole, tensor_size, rank).shape
 
 
-def _senders(
+class _Holder(NamedTuple):
+    """A rank that holds a parameter, and which tensor-parallel shard of it: of a dense one, or of
+    an expert's.
+    """
+
+    rank: int
+    stage: int
+    expert_rank: int
+    shard: int
+    expert_shard: int
+
+
+def _holders(
     table: list[ParameterMapping], parameters: dict[str, Tensor], topology: Topology
-) -> Iterator[list[int]]:
-    """The rank that sends each shard of each entry, in tensor-parallel order; rank 0 where it can.
-    No rank sends on ranks of other model replicas than rank 0's.
+) -> Iterator[list[_Holder]]:
+    """The ranks that hold each entry, in rank order, among those that together hold one copy of the
+    model. Collective over these.
     """
     held = [_megatron_name(entry, parameters) in parameters for entry in table]
-    places = (dist.get_rank(topology.tensor), dist.get_rank(topology.expert_tensor))
-    group = topology.groups.tp_ep_pp  # the ranks that together hold one copy of every expert
-    everyone = gather_values((topology.rank, places, held), group)
-    if all(rank for rank, _, _ in everyone):
-        yield from ([] for _ in table)
-        return
-    for number, entry in enumerate(table):
-        size = dist.get_world_size(_tensor_group(entry, topology))
-        holders: dict[int, int] = {}
-        for rank, (dense, expert), holds in sorted(everyone):
-            if holds[number]:
-                holders.setdefault(dense if entry.expert is None else expert, rank)
-        count = 1 if entry.layout == "replicated" else size
-        yield [holders[place] for place in range(count)]
-
-
-def _owners(
-    table: list[ParameterMapping], parameters: dict[str, Tensor], topology: Topology
-) -> Iterator[tuple[int, int]]:
-    """Pipeline stage and expert-parallel rank of the first rank that holds each entry."""
-    held = [_megatron_name(entry, parameters) in parameters for entry in table]
-    group = topology.groups.tp_ep_pp  # the ranks that together hold one copy of every expert
-    everyone = gather_values((topology.pipeline_rank, topology.expert_rank, held), group)
+    shards = (dist.get_rank(topology.tensor), dist.get_rank(topology.expert_tensor))
+    own = _Holder(topology.rank, topology.pipeline_rank, topology.expert_rank, *shards)
+    everyone = sorted(gather_values((own, held), topology.groups.tp_ep_pp))
     for number in range(len(table)):
-        yield next((stage, expert_rank) for stage, expert_rank, holds in everyone if holds[number])
+        yield [holder for holder, holds in everyone if holds[number]]
+
+
+def _senders(entry: ParameterMapping, holders: Sequence[_Holder], topology: Topology) -> list[int]:
+    """The rank that sends each shard, in tensor-parallel order; rank 0 where it can."""
+    found: dict[int, int] = {}
+    for each in holders:
+        found.setdefault(each.shard if entry.expert is None else each.expert_shard, each.rank)
+    size, _ = _tensor_place(entry, topology)
+    return [found[place] for place in range(1 if entry.layout == "replicated" else size)]
 
 
 def _tensor_group(entry: ParameterMapping, topology: Topology) -> ProcessGroup:
@@ -196,10 +179,10 @@ def _tensor_group(entry: ParameterMapping, topology: Topology) -> ProcessGroup:
     return topology.tensor if entry.expert is None else topology.expert_tensor
 
 
-def _exported(parameter: Tensor, merged: bool) -> Tensor:
-    """This rank's shard as others receive it; `merged`: with its adapter, where it has one."""
-    adapter = getattr(parameter, "adapter", None) if merged else None
-    return parameter.detach() if adapter is None else adapter.merged(parameter.detach())
+def _tensor_place(entry: ParameterMapping, topology: Topology) -> tuple[int, int]:
+    """The number of those ranks, and this rank's place among them."""
+    group = _tensor_group(entry, topology)
+    return dist.get_world_size(group), dist.get_rank(group)
 
 
 def content_fingerprint(chunks: list[nn.Module], hf: PretrainedConfig, topology: Topology) -> str:
@@ -211,10 +194,9 @@ def content_fingerprint(chunks: list[nn.Module], hf: PretrainedConfig, topology:
     for entry in name_table(hf):
         name = _megatron_name(entry, parameters)
         if name in parameters:
-            group = _tensor_group(entry, topology)
-            size, rank = dist.get_world_size(group), dist.get_rank(group)
+            size, rank = _tensor_place(entry, topology)
             shard = 0 if entry.layout == "replicated" else rank
-            value = content_hash(entry, parameters[name], hf, size, rank)
+            value = content_hash(entry, parameters[name], size, rank)
             own.append((entry.megatron, shard, value))
     return content_digest(set().union(*topology.gather(own)))
 
@@ -228,7 +210,7 @@ def content_digest(hashes: Iterable[tuple[str, int, int]]) -> str:
 
 
 def content_hash(
-    entry: ParameterMapping, shard: Tensor, hf: PretrainedConfig, tensor_size: int, rank: int
+    entry: ParameterMapping, shard: Tensor, tensor_size: int = 1, rank: int = 0
 ) -> int:
     """A shard's hash, in which every value counts with its place in the HF tensors. Those of all
     shards add up to the same number for every `tensor_size`; padding of the vocabulary adds 0.
@@ -242,7 +224,7 @@ def content_hash(
         (first,) = places
         rows = first + rank * (entry.shapes[0][1] // tensor_size)
     else:
-        rows = to_shard(entry, places, hf, tensor_size, rank)
+        rows = to_shard(entry, places, tensor_size, rank)
         rows = rows[rows > 0]
     return int(bit_hash(shard[: len(rows)], places=rows.to(shard.device)))
 

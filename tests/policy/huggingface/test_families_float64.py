@@ -170,6 +170,6 @@ def test_log_probs_and_gradients_are_those_of_transformers(
     weights = hf_weights.named_parameters([ours])
     for entry in name_table(hf):
         if entry.dtype is None:  # the routers' bias has no gradient
-            parts = from_shards(entry, [weights[entry.megatron].grad], hf)  # type: ignore[list-item]
+            parts = from_shards(entry, [weights[entry.megatron].grad])  # type: ignore[list-item]
             for name, gradient in zip(entry.hf, parts, strict=True):
                 assert relative(gradient, transformers_gradient(gradients, name)) < 1e-9, name

@@ -121,7 +121,7 @@ def test_rounded_training_is_transformers_with_rounded_weights(
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     parameters = hf_weights.named_parameters([ours])
     for entry in name_table(hf):
-        parts = from_shards(entry, [parameters[entry.megatron].grad], hf)  # type: ignore[list-item]
+        parts = from_shards(entry, [parameters[entry.megatron].grad])  # type: ignore[list-item]
         for name, gradient in zip(entry.hf, parts, strict=True):
             assert relative(gradient, transformers_gradient(gradients, name)) < 1e-6, name
 

@@ -130,14 +130,14 @@ def test_the_llama3_case_would_notice_missing_scaling(checkpoints, tmp_path, alo
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_come_back_bit_for_bit(family, checkpoints, alone):
     hf, model = loaded(checkpoints[family], alone)
-    assert_same_tensors(dict(hf_weights.iterate_hf(model, hf, alone)), stored(checkpoints[family]))
+    assert_same_tensors(dict(hf_weights.HFWeights(model, hf, alone)), stored(checkpoints[family]))
 
 
 def test_a_checkpoint_in_several_files(tmp_path, alone):
     directory = write_checkpoint(tmp_path, tiny_config("qwen2"), max_shard_size="20KB")
     assert len(list(directory.glob("*.safetensors"))) > 2
     hf, model = loaded(directory, alone)
-    assert_same_tensors(dict(hf_weights.iterate_hf(model, hf, alone)), stored(directory))
+    assert_same_tensors(dict(hf_weights.HFWeights(model, hf, alone)), stored(directory))
 
 
 def test_bf16_weights_in_a_bf16_model_come_back_bit_for_bit(tmp_path, alone):
@@ -145,7 +145,7 @@ def test_bf16_weights_in_a_bf16_model_come_back_bit_for_bit(tmp_path, alone):
     half = {name: tensor.bfloat16() for name, tensor in stored(directory).items()}
     save_file(half, directory / "model.safetensors", metadata={"format": "pt"})
     hf, model = loaded(directory, alone, PolicyConfig(dtype="bf16"))
-    assert_same_tensors(dict(hf_weights.iterate_hf(model, hf, alone)), half)
+    assert_same_tensors(dict(hf_weights.HFWeights(model, hf, alone)), half)
 
 
 def exported(directory, policy, place):
@@ -158,7 +158,7 @@ def exported(directory, policy, place):
 
 
 def at_tensor_parallel_two(rank, world_size, directories):
-    """Per family: this rank's slice of the logits, every tensor that iterate_hf gives, those that
+    """Per family: this rank's slice of the logits, every tensor that HFWeights gives, those that
     arrive on rank 0 alone, the bytes read from files and those of the parameters.
     """
     hf_checkpoint.safe_open = CountedFile
@@ -178,7 +178,7 @@ def at_tensor_parallel_two(rank, world_size, directories):
         read = CountedFile.count
         onto_first = dict(hf_weights.HFWeights(model, hf, place, onto_first=True))
         held = sum(weight.nbytes for weight in hf_weights.named_parameters(model).values())
-        everywhere = dict(hf_weights.iterate_hf(model, hf, place))
+        everywhere = dict(hf_weights.HFWeights(model, hf, place))
         outcome[family] = (torch.cat(shards, dim=-1), everywhere, onto_first, read, held)
     outcome["exported"] = exported(directories["qwen3"], policy, place)
     return outcome | {
@@ -297,7 +297,7 @@ def test_superfluous_tensors_are_ignored(tmp_path, alone):
 
     rewrite_weights(directory, add)
     hf, model = loaded(directory, alone)
-    assert_same_tensors(dict(hf_weights.iterate_hf(model, hf, alone)), before)
+    assert_same_tensors(dict(hf_weights.HFWeights(model, hf, alone)), before)
 
 
 @pytest.mark.parametrize(

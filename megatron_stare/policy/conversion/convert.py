@@ -96,16 +96,12 @@ def megatron_to_hf(
     reader = _reader(source, hf, topology, base)
     if isinstance(reader, merging.MergedReader):
         reader.check_base()
-    table = name_table(hf)
-    wanted = build.DTYPES.get(dtype)
-    shapes = {
-        name: (shape, _dtype(entry, wanted) or reader.dtype(entry.megatron))
-        for entry in table
-        for name, shape in entry.tensors
-    }
-    layout = hf_files.layout_of(source)
-    parts = _file_names(layout, others).parts(shapes)
-    shapes = _of_files(shapes, parts, others)
+    table, wanted, layout = name_table(hf), build.DTYPES.get(dtype), hf_files.layout_of(source)
+
+    def dtype_of(entry: ParameterMapping) -> torch.dtype:
+        return _dtype(entry, wanted) or reader.dtype(entry.megatron)
+
+    parts, shapes = _in_files(table, dtype_of, layout, others)
     sizes = {
         name: torch.Size(shape).numel() * kind.itemsize for name, (shape, kind) in shapes.items()
     }
@@ -142,27 +138,32 @@ def megatron_to_peft(source: Path, target: Path, topology: Topology, dtype: str 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def _file_names(layout: hf_files.DirectoryLayout | None, others: Checkpoint | None) -> FileNames:
-    """How the files of an export name the model's tensors: as those that it came from."""
-    if others is not None:
-        return others.names
-    files = layout.files if layout else ()
-    return FileNames.of(name for file in files for name in file.tensors)
-
-
-def _of_files(shapes: Shapes, parts: dict[str, list[str]], others: Checkpoint | None) -> Shapes:
-    """The tensors of an export by the names in its files: those of which `parts` are the model's
-    tensors, and those of other parts of a vision-language model.
+def _in_files(
+    table: list[ParameterMapping],
+    dtype_of: Callable[[ParameterMapping], torch.dtype],
+    layout: hf_files.DirectoryLayout | None,
+    others: Checkpoint | None,
+) -> tuple[dict[str, list[str]], Shapes]:
+    """An export by the names in its files, which are as in those that it came from: the model's
+    tensors of which each tensor consists; and all shapes, with those of the other parts of a
+    vision-language model.
     """
-    found: Shapes = {}
-    for stored, names in parts.items():
-        shape, dtype = shapes[names[0]]
-        if len(names) > 1:  # of all experts
-            experts = len({name.rpartition(".experts.")[2].partition(".")[0] for name in names})
-            shape = (experts, len(names) // experts * shape[0], shape[1])
-        found[stored] = (shape, dtype)
-    carried = others.carried.values() if others else ()
-    return found | {info.name: (info.shape, hf_files.DTYPES[info.code]) for info in carried}
+    model = {name: (shape, dtype_of(entry)) for entry in table for name, shape in entry.tensors}
+    if others is not None:
+        names = others.names
+    else:
+        files = layout.files if layout else ()
+        names = FileNames.of(name for file in files for name in file.tensors)
+    parts, shapes = names.parts(model), Shapes()
+    for stored, own in parts.items():
+        shape, dtype = model[own[0]]
+        if len(own) > 1:  # of all experts
+            experts = len({name.rpartition(".experts.")[2].partition(".")[0] for name in own})
+            shape = (experts, len(own) // experts * shape[0], shape[1])
+        shapes[stored] = (shape, dtype)
+    for info in others.carried.values() if others else ():
+        shapes[info.name] = (info.shape, hf_files.DTYPES[info.code])
+    return parts, shapes
 
 
 def _reader(
@@ -349,14 +350,10 @@ def _write_hf(
     model: PolicyModel, stream: Iterator[tuple[str, Tensor]], source: Path, directory: Path
 ) -> None:
     dtype = next(model.chunks[0].parameters()).dtype
-    shapes = {
-        name: (shape, entry.dtype or dtype)
-        for entry in name_table(model.hf)
-        for name, shape in entry.tensors
-    }
-    others = with_other_parts(source)
-    parts = _file_names(hf_files.layout_of(source), others).parts(shapes)
-    shapes = _of_files(shapes, parts, others)
+    others, layout = with_other_parts(source), hf_files.layout_of(source)
+    parts, shapes = _in_files(
+        name_table(model.hf), lambda entry: entry.dtype or dtype, layout, others
+    )
     infos = hf_files.describe(shapes, tuple(shapes))
     carried = map(others.read_carried, others.carried) if others else ()
     tensors = itertools.chain(_joined(stream, parts), carried)

@@ -267,6 +267,7 @@ class CheckpointWriter:
         self._write(
             "__0_objects.distcp", ((key, (), (), [content]) for key, content in objects.items())
         )
+        whole = {slot.key: slot.global_shape for own in self.places.slots.values() for slot in own}
         entries: dict[str, Any] = {}
         results = []
         for file, part in self.parts.items():
@@ -277,19 +278,13 @@ class CheckpointWriter:
                     entries[key] = BytesStorageMetadata()
                     continue
                 properties = TensorProperties(dtype=getattr(torch, dtype))
-                size = torch.Size(self._global_shapes[key])
+                size = torch.Size(whole[key])
                 entry = entries.setdefault(key, TensorStorageMetadata(properties, size, []))
                 entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
         FileSystemWriter(self.directory).finish(Metadata(entries), [results])
         save_config(CheckpointingConfig("torch_dist", 1), str(self.directory))
         (self.directory / JOURNAL).unlink()
         return {file: part["sha256"] for file, part in self.parts.items()}
-
-    @property
-    def _global_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {
-            slot.key: slot.global_shape for slots in self.places.slots.values() for slot in slots
-        }
 
     def _pieces(
         self, parameter: str, tensor: Tensor

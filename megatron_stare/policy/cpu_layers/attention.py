@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_stare.numerics.transfer import to_device
 from megatron_stare.policy.cpu_layers.flash import attend, attend_backward
@@ -65,39 +64,20 @@ class CoreAttention(nn.Module):
     ) -> None:
         super().__init__()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout:
-            raise ValueError(
-                f"attention_dropout={dropout}: CoreAttention has no dropout; set "
-                "attention_dropout=0"
-            )
-        if attention_type != "self":
-            raise ValueError(
-                f"attention_type={attention_type!r}: CoreAttention is self-attention; use 'self'"
-            )
-        if getattr(attn_mask_type, "name", attn_mask_type) not in ("causal", "padding_causal"):
-            raise ValueError(
-                f"attn_mask_type={attn_mask_type}: CoreAttention is causal; use AttnMaskType.causal"
-            )
-        for name, plain in {"window_size": None, "softmax_type": "vanilla"}.items():
-            if getattr(config, name, plain) != plain:
-                raise ValueError(
-                    f"{name}={getattr(config, name)}: CoreAttention does not know it; use {plain!r}"
-                )
+        _require("attention_dropout", dropout, 0)
+        _require("attention_type", attention_type, "self")
+        mask = getattr(attn_mask_type, "name", attn_mask_type)
+        _require("attn_mask_type", mask, "causal", "padding_causal")
+        _require("window_size", getattr(config, "window_size", None), None)
+        _require("softmax_type", getattr(config, "softmax_type", "vanilla"), "vanilla")
         self.softmax_scale = (
             1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         )
         self.context_size, self.context_rank = config.context_parallel_size, 0
         self.context_group: Any = None
         if self.context_size > 1:
-            self._join(pg_collection.cp)
-
-    def _join(self, group: Any) -> None:
-        if group.size() != self.context_size:
-            raise ValueError(
-                f"context_parallel_size={self.context_size}, but pg_collection.cp has "
-                f"{group.size()} ranks"
-            )
-        self.context_group, self.context_rank = group, group.rank()
+            self.context_group, self.context_rank = pg_collection.cp, pg_collection.cp.rank()
+            _require("ranks of pg_collection.cp", self.context_group.size(), self.context_size)
 
     def forward(
         self,
@@ -147,39 +127,24 @@ class CoreAttention(nn.Module):
         return {}
 
     def _packed(self, params: Any, query: Tensor) -> _Layout:
-        if params.qkv_format != "thd":
-            raise ValueError(
-                f"packed_seq_params.qkv_format={params.qkv_format!r}: CoreAttention knows 'thd'"
-            )
-        if params.local_cp_size not in (None, self.context_size):
-            raise ValueError(
-                f"packed_seq_params.local_cp_size={params.local_cp_size} differs from "
-                f"context_parallel_size={self.context_size}; CoreAttention has one "
-                "context-parallel group"
-            )
-        if query.dim() == 4 and query.shape[1] != 1:
-            raise ValueError(
-                f"packed query of shape {tuple(query.shape)}: the batch axis must be 1"
-            )
+        _require("packed_seq_params.qkv_format", params.qkv_format, "thd")
+        size, local_size = self.context_size, params.local_cp_size
+        _require("packed_seq_params.local_cp_size", local_size, size, None)
+        if query.dim() == 4:
+            _require("batch axis of a packed query", query.shape[1], 1)
         starts, key_starts = params.cu_seqlens_q, params.cu_seqlens_kv
         if params.cu_seqlens_q_padded is not None:
             starts, key_starts = params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded
-        key = (query.shape[0], self.context_size, self.context_rank, query.device, starts._version)
-        known = _packed_layouts.setdefault(starts, {})
-        if key not in known:
-            if (
-                key_starts is not None
-                and key_starts is not starts
-                and not torch.equal(key_starts, starts)
-            ):
-                raise ValueError(
-                    "packed_seq_params: cu_seqlens_kv differs from cu_seqlens_q; this is "
-                    "self-attention"
-                )
-            known.clear()
-            prefixes = getattr(params, "prefixes", ())
-            known[key] = _packed(starts.tolist(), *key[:4], prefixes)
-        return known[key]
+        if key_starts is not starts and not torch.equal(key_starts, starts):
+            raise ValueError("packed_seq_params: cu_seqlens_kv must be equal to cu_seqlens_q")
+        prefixes = tuple(getattr(params, "prefixes", ()))
+        place = (query.shape[0], size, self.context_rank, query.device)
+        return _packed(tuple(starts.tolist()), *place, prefixes)
+
+
+def _require(name: str, value: Any, *known: Any) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r}: CoreAttention knows {known[0]!r} alone")
 
 
 @dataclass(frozen=True)
@@ -195,61 +160,46 @@ class _Layout:
     natural_U: Tensor | None = None
 
 
-# The layouts of the offsets tensors still alive: all layers of a micro-batch are handed the same
-# tensor.
-_packed_layouts: Any = WeakTensorKeyDictionary()
-
-
+# All layers of a micro-batch have the same layout, and so have those of some other micro-batches.
 @functools.lru_cache(maxsize=64)
 def _padded(length: int, batch: int, size: int, rank: int, device: torch.device) -> _Layout:
     """Sequence b of a flattened [S, B] tensor is the rows b, b + B, b + 2 B, ..."""
-    if size > 1 and length % 2:
-        raise ValueError(
-            f"context_parallel_size={size}: {length * size} positions are not a multiple of 2 * "
-            f"{size}; pad the batch"
-        )
     spans = [span for b in range(batch) for span in _zigzag(0, length * size, size, rank, b, batch)]
-    natural = None
-    if size > 1:
-        natural = to_device(_natural_rows([0, length * size * batch], size), device)
-    return _Layout(Spans(spans, device), natural)
+    return _layout(spans, (0, length * size * batch), size, device)
 
 
+@functools.lru_cache(maxsize=8)
 def _packed(
-    starts: list[int],
+    starts: tuple[int, ...],
     tokens: int,
     size: int,
     rank: int,
     device: torch.device,
-    prefixes: Sequence[tuple[int, int]] = (),
+    prefixes: tuple[tuple[int, int], ...],
 ) -> _Layout:
     """Sequences one after the other; `starts` are offsets in the batch of all context ranks.
     `prefixes`: first row and number of the rows that each sequence sees before its own; empty:
-    none does.
+    none does. Without context parallelism.
     """
-    if starts[0] != 0 or starts[-1] != tokens * size or sorted(starts) != starts:
+    if starts[0] != 0 or starts[-1] != tokens * size or sorted(starts) != list(starts):
         raise ValueError(
             f"packed_seq_params: cu_seqlens run from {starts[0]} to {starts[-1]}; they must rise "
             f"from 0 to {tokens} tokens on this rank times context_parallel_size={size}"
         )
-    for start, stop in itertools.pairwise(starts):
-        if size > 1 and (stop - start) % (2 * size):
-            raise ValueError(
-                f"packed_seq_params: a sequence of {stop - start} tokens is not a multiple of 2 * "
-                f"context_parallel_size = {2 * size}; pad it"
-            )
     spans = [
         span
         for start, stop in itertools.pairwise(starts)
         for span in _zigzag(start, stop - start, size, rank)
     ]
     if prefixes:
-        if size > 1:
-            raise ValueError(f"packed_seq_params.prefixes need context_parallel_size=1, not {size}")
         spans = [
             dataclasses.replace(span, prefix_start=start, prefix=count)
             for span, (start, count) in zip(spans, prefixes, strict=True)
         ]
+    return _layout(spans, starts, size, device)
+
+
+def _layout(spans: list[Span], starts: Sequence[int], size: int, device: torch.device) -> _Layout:
     natural = to_device(_natural_rows(starts, size), device) if size > 1 else None
     return _Layout(Spans(spans, device), natural)
 
@@ -265,6 +215,11 @@ def _zigzag(
     first = start + offset
     if size == 1:
         return [Span(first, first, length, stride)]
+    if length % (2 * size):
+        raise ValueError(
+            f"a sequence of {length} tokens is not a multiple of 2 * context_parallel_size = "
+            f"2 * {size}; pad it"
+        )
     chunk, local = length // (2 * size), start // size + offset
     return [
         Span(

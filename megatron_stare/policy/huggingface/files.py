@@ -8,6 +8,7 @@ order and, for unchanged bytes, identical.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import struct
@@ -193,10 +194,7 @@ def copy_description(source: Path, target: Path) -> None:
     copy_config(source, target)
     layout = layout_of(source)
     if layout is not None:
-        files = [
-            {"name": f.name, "tensors": f.tensors, "metadata": f.metadata} for f in layout.files
-        ]
-        (target / LAYOUT).write_text(json.dumps({"files": files, "index": layout.index}))
+        (target / LAYOUT).write_text(json.dumps(dataclasses.asdict(layout)))
 
 
 def write_file(

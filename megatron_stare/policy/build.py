@@ -157,7 +157,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
     _check_experts(hf, policy)
     _check_stages(hf, policy)
     _check_fp8(hf, policy)
-    _check_shared_prompts(hf, policy)
+    _check_special_layers(hf, policy)
     _check_delta_nets(hf, policy)
     tuning = tuned(hf, policy, topology)
     dtype = DTYPES[policy.dtype]
@@ -166,7 +166,6 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
     latent = fields.get("multi_latent_attention", False)
     switches = fusions(tuning, hardware())
     if latent:
-        _check_latent(policy)
         switches["apply_rope_fusion"] = False
     return (MLATransformerConfig if latent else TransformerConfig)(
         **fields,
@@ -320,42 +319,36 @@ def _check_divisible(hf: PretrainedConfig, policy: PolicyConfig) -> None:
             )
 
 
-def _check_latent(policy: PolicyConfig) -> None:
-    if policy.tuning.apply_rope_fusion:
+def _check_special_layers(hf: PretrainedConfig, policy: PolicyConfig) -> None:
+    """Layers other than grouped attention and dense MLPs: what does not work with them, and what
+    they need.
+    """
+    latent = megatron_fields(hf).get("multi_latent_attention", False)
+    found = {
+        "experts": (any(sparse_layers(hf)), "without which Megatron-Core does not train"),
+        "latent attention": (latent, "which adds up the gradients of its replicated matrices"),
+        "gated delta nets": (has_delta_nets(hf), "which adds up the gradients of their norms"),
+    }
+    for name, reason in ((name, reason) for name, (has, reason) in found.items() if has):
+        if policy.shared_prompts:
+            raise UserError(
+                f"policy.shared_prompts=true does not work with a model with {name}; set it false"
+            )
+        if policy.tensor_model_parallel_size > 1 and not policy.sequence_parallel:
+            raise UserError(
+                f"policy.tensor_model_parallel_size={policy.tensor_model_parallel_size} with "
+                f"{name} needs policy.sequence_parallel=true, {reason}; set it"
+            )
+    if latent and policy.tuning.apply_rope_fusion:
         raise UserError(
             "policy.tuning.apply_rope_fusion=true: Megatron-Core's kernel does not turn latent "
             "attention without YaRN; leave it out"
         )
-    if policy.tensor_model_parallel_size > 1 and not policy.sequence_parallel:
-        raise UserError(
-            f"policy.tensor_model_parallel_size={policy.tensor_model_parallel_size} with latent "
-            "attention needs policy.sequence_parallel=true, which adds up the gradients of its "
-            "replicated matrices; set it"
-        )
-
-
-def _check_shared_prompts(hf: PretrainedConfig, policy: PolicyConfig) -> None:
-    if not policy.shared_prompts:
-        return
-    found = {
-        "a model with experts": any(sparse_layers(hf)),
-        "latent attention": megatron_fields(hf).get("multi_latent_attention", False),
-        "gated delta nets": has_delta_nets(hf),
-    }
-    for name in found:
-        if found[name]:
-            raise UserError(f"policy.shared_prompts=true does not work with {name}; set it false")
 
 
 def _check_delta_nets(hf: PretrainedConfig, policy: PolicyConfig) -> None:
     if not has_delta_nets(hf):
         return
-    if policy.tensor_model_parallel_size > 1 and not policy.sequence_parallel:
-        raise UserError(
-            f"policy.tensor_model_parallel_size={policy.tensor_model_parallel_size} with gated "
-            "delta nets needs policy.sequence_parallel=true, which adds up the gradients of their "
-            "norms; set it"
-        )
     if policy.fp8 != "none":
         raise UserError(
             f"policy.fp8={policy.fp8!r} is not supported for {hf.model_type}; set it to none"
@@ -411,12 +404,6 @@ def _check_experts(hf: PretrainedConfig, policy: PolicyConfig) -> None:
         raise UserError(
             f"policy.moe_aux_loss_coeff={policy.moe_aux_loss_coeff:g} needs a softmax router; "
             f"{hf.model_type} balances its experts by a bias: set it to 0"
-        )
-    if policy.tensor_model_parallel_size > 1 and not policy.sequence_parallel:
-        raise UserError(
-            f"policy.tensor_model_parallel_size={policy.tensor_model_parallel_size} with experts "
-            "needs policy.sequence_parallel=true, without which Megatron-Core does not train; set "
-            "it"
         )
 
 

@@ -271,7 +271,7 @@ def _shapes(
     names: tuple[str, ...], checkpoint: Checkpoint, encoded: Collection[str]
 ) -> Iterator[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:
     for name in names:
-        info = checkpoint.infos[name]
+        info = checkpoint.tensors[name].info
         if name in encoded:
             blocks = tuple(-(-size // block_fp8.BLOCK) for size in info.shape)
             yield name, (info.shape, torch.float8_e4m3fn)
@@ -284,7 +284,7 @@ def _tensors(
     names: tuple[str, ...], checkpoint: Checkpoint, encoded: Collection[str]
 ) -> Iterator[Tensor]:
     for name in names:
-        tensor = checkpoint.read(name, checkpoint.infos[name].shape)
+        tensor = checkpoint.read(name, checkpoint.tensors[name].info.shape)
         yield from block_fp8.encode(tensor) if name in encoded else (tensor,)
 
 

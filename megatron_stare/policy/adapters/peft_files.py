@@ -197,4 +197,4 @@ class PeftDirectory:
 
     def read(self, name: str) -> Tensor:
         """The tensor with this name."""
-        return Stored(self.directory / WEIGHTS, name)[:]
+        return Stored(self.directory / WEIGHTS, self.infos[name])[:]

@@ -161,8 +161,8 @@ def _in_files(
             experts = len({name.rpartition(".experts.")[2].partition(".")[0] for name in own})
             shape = (experts, len(own) // experts * shape[0], shape[1])
         shapes[stored] = (shape, dtype)
-    for info in others.carried.values() if others else ():
-        shapes[info.name] = (info.shape, hf_files.DTYPES[info.code])
+    for stored, whole in others.carried.items() if others else ():
+        shapes[stored] = (whole.info.shape, hf_files.DTYPES[whole.info.code])
     return parts, shapes
 
 
@@ -182,7 +182,7 @@ def total_bytes(source: Path, topology: Topology, dtype: str = "", base: Path | 
         check_agreement(checkpoint, hf)
         return sum(checkpoint.bytes_of(entry.hf) for entry in table)
     reader, others = _reader(source, hf, topology, base), with_other_parts(source, base)
-    carried = others.carried.values() if others else ()
+    carried = (whole.info for whole in others.carried.values()) if others else ()
     return sum(info.end - info.begin for info in carried) + sum(
         torch.Size(shape).numel()
         * (_dtype(entry, build.DTYPES.get(dtype)) or reader.dtype(entry.megatron)).itemsize
@@ -241,7 +241,7 @@ def _hf_tensors(
 
     for one in stored:
         if others and one in others.carried:
-            yield others.read_carried(one)
+            yield others.carried[one][:]
         else:
             yield _whole([tensor_of(name) for name in parts[one]])
 
@@ -355,7 +355,7 @@ def _write_hf(
         name_table(model.hf), lambda entry: entry.dtype or dtype, layout, others
     )
     infos = hf_files.describe(shapes, tuple(shapes))
-    carried = map(others.read_carried, others.carried) if others else ()
+    carried = (whole[:] for whole in others.carried.values()) if others else ()
     tensors = itertools.chain(_joined(stream, parts), carried)
     with atomic_directory(directory) as temporary:
         hf_files.write_file(temporary / hf_files.SINGLE, tensors, infos, {"format": "pt"})

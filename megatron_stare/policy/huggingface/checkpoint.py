@@ -82,24 +82,23 @@ class FileNames:
 @dataclass(frozen=True)
 class Stored:
     """A tensor of a safetensors file, or some rows of one expert's matrix in the tensor of all
-    experts of a layer. An index or slice of it reads what it names and no more. UserError: the file
-    is damaged.
+    experts of a layer; `info` has its name in the file, and its own shape and bytes. An index or
+    slice of it reads what it names and no more. UserError: the file is damaged.
     """
 
     file: Path
-    name: str
-    expert: int = -1
-    rows: range = range(0)  # of the expert's matrix
+    info: TensorInfo
+    expert: int | None = None
+    first_row: int = 0  # in the expert's matrix
 
     def __getitem__(self, index: Any, /) -> Tensor:
-        if self.expert >= 0:
+        if self.expert is not None:
             first, *rest = index if isinstance(index, tuple) else (index,)
-            top, bottom, _ = first.indices(len(self.rows))
-            rows = slice(self.rows.start + top, self.rows.start + bottom)
-            index = (self.expert, rows, *rest)
+            top, bottom, _ = first.indices(self.info.shape[0])
+            index = (self.expert, slice(self.first_row + top, self.first_row + bottom), *rest)
         try:
             with safe_open(self.file, framework="pt") as content:
-                return content.get_slice(self.name)[index]
+                return content.get_slice(self.info.name)[index]
         except (SafetensorError, OSError) as error:
             raise UserError(
                 f"{self.file} is damaged ({str(error).splitlines()[0]}); fetch it again"
@@ -132,64 +131,59 @@ class Checkpoint:
     """The safetensors of an HF directory, read tensor by tensor. UserError:
     no files, or a file that is damaged.
 
-    Of a vision-language model, `infos` has the text part, by the names that it has alone; `carried`
-    has all other tensors, by their own names. A tensor of all experts of a layer appears as those
-    of single experts. `names`: the convention of the files.
+    Of a vision-language model, `tensors` has the text part, by the names that it has alone;
+    `carried` has all other tensors, by their own names. A tensor of all experts of a layer appears
+    as those of single experts. `names`: the convention of the files.
     """
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        self.infos: dict[str, TensorInfo] = {}
-        self._stored: dict[str, Stored] = {}
-        for file in weight_files(Path(directory)):
-            for info in read_header(file)[0]:
-                self.infos[info.name], self._stored[info.name] = info, Stored(file, info.name)
-        self.carried: dict[str, TensorInfo] = {}
-        self.names = FileNames.of(self.infos)
+        self.tensors = {
+            info.name: Stored(file, info)
+            for file in weight_files(Path(directory))
+            for info in read_header(file)[0]
+        }
+        self.carried: dict[str, Stored] = {}
+        self.names = FileNames.of(self.tensors)
         if self.names.text_part:
             self._set_others_aside()
-        for name in [name for name in self.infos if _ALL_EXPERTS.match(name)]:
+        for name in [name for name in self.tensors if _ALL_EXPERTS.match(name)]:
             self._take_apart(name)
 
     def _set_others_aside(self) -> None:
-        for name in list(self.infos):
+        for name in list(self.tensors):
             if name.startswith(_TEXT_PART):
-                ours = name.replace(_TEXT_PART, _MODEL)
-                self.infos[ours], self._stored[ours] = self.infos.pop(name), self._stored.pop(name)
+                self.tensors[name.replace(_TEXT_PART, _MODEL)] = self.tensors.pop(name)
             elif name != "lm_head.weight":
-                self.carried[name] = self.infos.pop(name)
+                self.carried[name] = self.tensors.pop(name)
 
     def _take_apart(self, name: str) -> None:
         """Replace the tensor of all experts by those of each."""
         experts, matrix = _ALL_EXPERTS.match(name).groups()  # type: ignore[union-attr]
-        matrices, info = _MATRICES[matrix], self.infos[name]
+        matrices, whole = _MATRICES[matrix], self.tensors[name]
+        info = whole.info
         if len(info.shape) != 3 or info.shape[1] % len(matrices):
             return  # it has no place in the model
-        stored = self._stored.pop(name)
-        del self.infos[name]
+        del self.tensors[name]
         count, height, width = info.shape
         height //= len(matrices)
-        size, begin = (info.end - info.begin) // (count * len(matrices)), info.begin
+        size = (info.end - info.begin) // (count * len(matrices))
         for number in range(count * len(matrices)):
             expert, place = divmod(number, len(matrices))
             own = f"{experts}.{expert}.{matrices[place]}_proj.weight"
-            if own in self.infos:
+            if own in self.tensors:
                 raise UserError(
-                    f"{stored.file}: {name} holds {own}, which {self._stored[own].file} has too; "
+                    f"{whole.file}: {name} holds {own}, which {self.tensors[own].file} has too; "
                     "remove one of them"
                 )
-            rows = range(place * height, (place + 1) * height)
-            self._stored[own] = Stored(stored.file, stored.name, expert, rows)
-            self.infos[own] = TensorInfo(own, info.code, (height, width), begin, begin + size)
-            begin += size
-
-    def read_carried(self, name: str) -> Tensor:
-        """A tensor of another part than the text."""
-        return self._stored[name][:]
+            begin = info.begin + number * size
+            part = TensorInfo(info.name, info.code, (height, width), begin, begin + size)
+            self.tensors[own] = Stored(whole.file, part, expert, place * height)
 
     def bytes_of(self, names: tuple[str, ...]) -> int:
         """The number of bytes that the named tensors take in the files."""
-        return sum(self.infos[name].end - self.infos[name].begin for name in names)
+        infos = (self.tensors[name].info for name in names)
+        return sum(info.end - info.begin for info in infos)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor `name`. UserError:
@@ -200,10 +194,10 @@ class Checkpoint:
     def stored(self, name: str, shape: tuple[int, ...]) -> Rows:
         """The tensor `name` where it lies, to read slices of. UserError as in `read`."""
         self.check(name, shape)
-        plain = self._stored[name]
-        if self.infos[name].code != _BLOCKS:
+        plain = self.tensors[name]
+        if plain.info.code != _BLOCKS:
             return plain
-        return StoredBlocks(plain, self._stored[f"{name}{_SCALE}"], shape)
+        return StoredBlocks(plain, self.tensors[f"{name}{_SCALE}"], shape)
 
     def shard(self, entry: ParameterMapping, tensor_size: int = 1, rank: int = 0) -> Tensor:
         """Megatron's shard of a parameter, of whose tensors no more is read. UserError as in
@@ -215,23 +209,23 @@ class Checkpoint:
     @property
     def scales(self) -> set[str]:
         """The names that the scales of matrices in blocks have."""
-        return {f"{name}{_SCALE}" for name, info in self.infos.items() if info.code == _BLOCKS}
+        return {f"{name}{_SCALE}" for name, own in self.tensors.items() if own.info.code == _BLOCKS}
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """UserError as in `read`, and for a dtype that is not a plain floating-point one, nor E4M3
         with scales of its blocks.
         """
-        if name not in self.infos and name.endswith(_SCALE):
+        if name not in self.tensors and name.endswith(_SCALE):
             raise UserError(
                 f"{self.directory}: tensor {name} is missing, the scales of a matrix in F8_E4M3; "
                 "take a whole FP8 block checkpoint, or take the unquantised weights"
             )
-        if name not in self.infos:
+        if name not in self.tensors:
             raise UserError(
                 f"{self.directory}: tensor {name} is missing; config.json and weights do not "
                 "belong together"
             )
-        info, file = self.infos[name], self._stored[name].file
+        info, file = self.tensors[name].info, self.tensors[name].file
         if info.shape != shape:
             raise UserError(
                 f"{file}: {name} has shape {info.shape} but config.json implies {shape}; "
@@ -248,15 +242,15 @@ class Checkpoint:
     def further(self, hf: PretrainedConfig) -> list[str]:
         """Tensors of the layers that predict further tokens, which are not trained."""
         layers = _further_layers(hf)
-        matches = ((name, _LAYER.match(name)) for name in sorted(self._stored))
+        matches = ((name, _LAYER.match(name)) for name in sorted(self.tensors))
         return [name for name, layer in matches if layer and int(layer[1]) in layers]
 
     def check_all_used(self, names: set[str], tied: bool) -> None:
         """UserError for any tensor that the model has no place for."""
-        for name in sorted(self.infos.keys() - names):
+        for name in sorted(self.tensors.keys() - names):
             if not (name.endswith(_DERIVED) or (tied and name == "lm_head.weight")):
                 raise UserError(
-                    f"{self._stored[name].file}: tensor {name} has no place in the model that "
+                    f"{self.tensors[name].file}: tensor {name} has no place in the model that "
                     "config.json describes; correct config.json (tie_word_embeddings, "
                     "num_hidden_layers, model_type)"
                 )
@@ -313,14 +307,14 @@ def _check_quantization(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
 
 def _comparisons(checkpoint: Checkpoint, hf: PretrainedConfig) -> list[tuple[str, int, int]]:
     """(field, config.json's value, the weights' value) of each field that shapes determine."""
-    names = checkpoint.infos
+    names = checkpoint.tensors
     fields, ours = megatron_fields(hf), FAMILIES[hf.model_type].fields
     head = fields["kv_channels"]
     found: list[tuple[str, int, int]] = []
 
     def rows(field: str, name: str, per: int = 1, axis: int = 0) -> None:
         if name in names:
-            found.append((field, getattr(hf, field), names[name].shape[axis] // per))
+            found.append((field, getattr(hf, field), names[name].info.shape[axis] // per))
 
     rows("vocab_size", "model.embed_tokens.weight")
     rows("hidden_size", "model.embed_tokens.weight", axis=1)
@@ -348,7 +342,7 @@ def _check_tied(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
     """An output matrix of its own is there exactly where config.json says so;
     a mere copy may be there too.
     """
-    present = "lm_head.weight" in checkpoint.infos
+    present = "lm_head.weight" in checkpoint.tensors
     if not present and not hf.tie_word_embeddings:
         raise UserError(
             f"{checkpoint.directory}: config.json says tie_word_embeddings=False but the weights "
@@ -371,10 +365,10 @@ def _check_tied(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
 
 def _check_rope(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
     """Old checkpoints carry the inverse frequencies theta^(-2i/d), from which theta follows."""
-    name = next((name for name in checkpoint.infos if name.endswith("rotary_emb.inv_freq")), None)
+    name = next((name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")), None)
     if name is None or hf.rope_parameters.get("rope_type", "default") != "default":
         return
-    stored = checkpoint.read(name, checkpoint.infos[name].shape).double()
+    stored = checkpoint.read(name, checkpoint.tensors[name].info.shape).double()
     said, count = float(hf.rope_parameters["rope_theta"]), stored.numel()
     if not torch.allclose(
         stored, said ** (-torch.arange(count, dtype=torch.float64) / count), rtol=0.01, atol=0

@@ -150,29 +150,21 @@ def start(config: PolicyConfig, seed: int = 0) -> Topology:
         raise UserError(fault)
     runtime.prepare()
     from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel import random as megatron_random
 
-    world_size = (
-        int(os.environ.get("WORLD_SIZE", "1"))
-        if not dist.is_initialized()
-        else dist.get_world_size()
-    )
+    joined = dist.is_initialized()
+    world_size = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
     _check_sizes(config, world_size)
     prepare_environment(config)
     if torch.cuda.is_available():
         # A warning names operations without a deterministic kernel.
         torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    _join(world_size)
+    if not joined:
+        _join(world_size)
     _connect()
     if parallel_state.model_parallel_is_initialized():
         _leave_groups()
-    _split(config)
-    megatron_random.model_parallel_cuda_manual_seed(seed + 1)
-    groups, host = ProcessGroupCollection.use_mpu_process_groups(), _host_group()
-    places = gather_values(_place(groups), host)
-    return _topology(groups, config, host, places)
+    return _split(config, seed)
 
 
 @contextmanager
@@ -182,8 +174,6 @@ def imagined(config: PolicyConfig, rank: int, world_size: int) -> Iterator[Topol
     as of `start`.
     """
     runtime.prepare()
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel import random as megatron_random
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized(), "a process stands in one world"
@@ -191,32 +181,34 @@ def imagined(config: PolicyConfig, rank: int, world_size: int) -> Iterator[Topol
     prepare_environment(config)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        _split(config)
-        megatron_random.model_parallel_cuda_manual_seed(1)
-        groups, world = ProcessGroupCollection.use_mpu_process_groups(), dist.group.WORLD
-        assert world is not None, "the world was joined"
-        yield _topology(groups, config, world, [_place(groups)])
+        yield _split(config, seed=0, is_imagined=True)
     finally:
         stop()
 
 
-def _split(config: PolicyConfig) -> None:
+def _split(config: PolicyConfig, seed: int, is_imagined: bool = False) -> Topology:
+    """The world's groups, and Megatron's random state. A rank of an imagined world knows no other
+    rank's place.
+    """
     from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import random as megatron_random
 
+    virtual = config.virtual_pipeline_model_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=_virtual_size(config),
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tensor_size(config),
         create_gloo_process_groups=False,
     )
-
-
-def _topology(
-    groups: Any, config: PolicyConfig, host: ProcessGroup, places: list[tuple[int, int]]
-) -> Topology:
+    megatron_random.model_parallel_cuda_manual_seed(seed + 1)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    host = _world() if is_imagined else _host_group()
+    own = dist.get_rank(groups.dp), dist.get_rank(groups.cp)
+    places = [own] if is_imagined else gather_values(own, host)
     return Topology(
         groups=groups,
         rank=dist.get_rank(),
@@ -230,13 +222,8 @@ def _topology(
         host=host,
         data_ranks=tuple(data for data, _ in places),
         context_ranks=tuple(context for _, context in places),
-        virtual_size=config.virtual_pipeline_model_parallel_size,
+        virtual_size=virtual,
     )
-
-
-def _place(groups: Any) -> tuple[int, int]:
-    """This rank's data and context rank."""
-    return dist.get_rank(groups.dp), dist.get_rank(groups.cp)
 
 
 def this_node() -> Node:
@@ -299,10 +286,14 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
+def _world() -> ProcessGroup:
+    assert dist.group.WORLD is not None, "the world was joined"
+    return dist.group.WORLD
+
+
 def _host_group() -> ProcessGroup:
     """The world's group, or a new group if the world has no backend for host memory."""
-    world = dist.group.WORLD
-    assert world is not None, "the world was joined"
+    world = _world()
     if torch.device("cpu") in world._device_types:
         return world
     return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
@@ -327,15 +318,6 @@ def _leave_groups() -> None:
 def expert_tensor_size(config: PolicyConfig) -> int:
     """Ranks over which one expert is split: as given, else as every other layer is."""
     return config.expert_tensor_parallel_size or config.tensor_model_parallel_size
-
-
-def _virtual_size(config: PolicyConfig) -> int | None:
-    """Megatron's spelling: None where stages are not split."""
-    return (
-        config.virtual_pipeline_model_parallel_size
-        if config.virtual_pipeline_model_parallel_size > 1
-        else None
-    )
 
 
 def _check_sizes(config: PolicyConfig, world_size: int) -> None:
@@ -373,29 +355,20 @@ def _connect() -> None:
     """Make the world's communicator on GPUs, over which any two ranks send to each other later.
     `device_id` in the init would at once make one for each of Megatron's groups, used or not.
     """
-    world = dist.group.WORLD
-    assert world is not None, "the world was joined"
+    world = _world()
     if torch.cuda.is_available() and torch.device("cuda") in world._device_types:
         dist.all_reduce(torch.zeros(1, device=runtime.device()))
 
 
 def _join(world_size: int) -> None:
-    if dist.is_initialized():
-        return
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = BOTH_BACKENDS
     hook = sys.excepthook
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-    else:
-        dist.init_process_group(
-            backend,
-            store=dist.HashStore(),
-            rank=0,
-            world_size=world_size,
-            timeout=COLLECTIVE_TIMEOUT,
-        )
+    alone: dict[str, Any] = {}
+    if "RANK" not in os.environ:
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": world_size}
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **alone)
     if hook.__module__ == dist.distributed_c10d.__name__:
         sys.excepthook = hook  # each call wraps the last one's, which writes [rank0]: once more

@@ -261,8 +261,8 @@ class _Attention(torch.autograd.Function):
         group: Any,
     ) -> Tensor:
         ctx.layout, ctx.scale, ctx.group = layout, scale, group
-        k_UGD, v_UGD = _gather(k_NGD, v_NGD, layout, group)
-        out_NHD, *state = attend(q_NHD, k_UGD, v_UGD, layout.spans, scale)
+        qkv = (q_NHD, *_gather(k_NGD, v_NGD, layout, group))
+        out_NHD, *state = attend(qkv, layout.spans, scale)
         ctx.save_for_backward(q_NHD, k_NGD, v_NGD, out_NHD, *state)
         return out_NHD
 
@@ -270,9 +270,9 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_NHD: Tensor) -> tuple[Tensor | None, ...]:
         q_NHD, k_NGD, v_NGD, out_NHD, *state = ctx.saved_tensors
-        k_UGD, v_UGD = _gather(k_NGD, v_NGD, ctx.layout, ctx.group)
+        qkv = (q_NHD, *_gather(k_NGD, v_NGD, ctx.layout, ctx.group))
         dq_NHD, dk_UGD, dv_UGD = attend_backward(
-            grad_NHD, q_NHD, k_UGD, v_UGD, out_NHD, state, ctx.layout.spans, ctx.scale
+            grad_NHD, qkv, out_NHD, state, ctx.layout.spans, ctx.scale
         )
         dk_NGD, dv_NGD = _send_back(dk_UGD, dv_UGD, ctx.layout, ctx.group)
         return dq_NHD, dk_NGD, dv_NGD, None, None, None

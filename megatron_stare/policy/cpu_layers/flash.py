@@ -39,50 +39,50 @@ _SHORT = 256  # queries or keys of a call whose half-precision backward runs in 
 _FLASH_WIDTH = 8  # FlashAttention's head widths are multiples of this
 
 
-def attend(
-    q_NHD: Tensor, k_UGD: Tensor, v_UGD: Tensor, spans: Spans, scale: float
-) -> tuple[Tensor, ...]:
+# q_NHD, k_UGD and v_UGD, or their gradients.
+Qkv = tuple[Tensor, ...]
+
+
+def attend(qkv: Qkv, spans: Spans, scale: float) -> tuple[Tensor, ...]:
     """(out_NHD, *state): attention of every span,
     and what `attend_backward` needs besides (the log-sum-exp).
 
     Every query row belongs to one span; a key row to any number of prefixes, and to at most one
     span besides. Widths and dtypes of q, k and v agree.
     """
+    q_NHD = qkv[0]
     if not spans.spans:
         return torch.zeros_like(q_NHD), q_NHD.new_zeros(q_NHD.shape[:2])
-    return (_cuda_forward if q_NHD.is_cuda else _cpu_forward)(q_NHD, k_UGD, v_UGD, spans, scale)
+    return (_cuda_forward if q_NHD.is_cuda else _cpu_forward)(qkv, spans, scale)
 
 
 def attend_backward(
     grad_NHD: Tensor,
-    q_NHD: Tensor,
-    k_UGD: Tensor,
-    v_UGD: Tensor,
+    qkv: Qkv,
     out_NHD: Tensor,
     state: Sequence[Tensor],
     spans: Spans,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Qkv:
     """Gradients of q, k and v from that of out."""
     if not spans.spans:
-        return torch.zeros_like(q_NHD), torch.zeros_like(k_UGD), torch.zeros_like(v_UGD)
-    backward = _cuda_backward if q_NHD.is_cuda else _cpu_backward
-    return backward(grad_NHD.contiguous(), q_NHD, k_UGD, v_UGD, out_NHD, state, spans, scale)
+        return tuple(map(torch.zeros_like, qkv))
+    backward = _cuda_backward if grad_NHD.is_cuda else _cpu_backward
+    return backward(grad_NHD.contiguous(), qkv, out_NHD, state, spans, scale)
 
 
-def _cpu_forward(
-    q_NHD: Tensor, k_UGD: Tensor, v_UGD: Tensor, spans: Spans, scale: float
-) -> tuple[Tensor, ...]:
+def _cpu_forward(qkv: Qkv, spans: Spans, scale: float) -> tuple[Tensor, ...]:
+    q_NHD = qkv[0]
     out_NHD = torch.empty_like(q_NHD, memory_format=torch.contiguous_format)
     lse_NH = q_NHD.new_empty(
         q_NHD.shape[:2], dtype=torch.float32 if q_NHD.dtype in _HALF else q_NHD.dtype
     )
     for bundle in spans.squares:
-        out, lse = _cpu_call(*_read(bundle, q_NHD, k_UGD, v_UGD), True, scale)
+        out, lse = _cpu_call(_read(bundle, qkv), True, scale)
         bundle.queries.write(out_NHD, out)
         bundle.queries.write(lse_NH, lse)
     for bundle in spans.prefixes:
-        others = _cpu_call(*_read(bundle, q_NHD, k_UGD, v_UGD), False, scale)
+        others = _cpu_call(_read(bundle, qkv), False, scale)
         own = (bundle.queries.read(out_NHD), bundle.queries.read(lse_NH))
         out, lse = _merged(*own, *others)
         bundle.queries.write(out_NHD, out)
@@ -90,19 +90,16 @@ def _cpu_forward(
     return out_NHD, lse_NH
 
 
-def _read(
-    bundle: Bundle, q_NHD: Tensor, k_UGD: Tensor, v_UGD: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _read(bundle: Bundle, qkv: Qkv) -> Qkv:
+    q_NHD, k_UGD, v_UGD = qkv
     return bundle.queries.read(q_NHD), bundle.keys.read(k_UGD), bundle.keys.read(v_UGD)
 
 
-def _cpu_call(
-    q_nLHD: Tensor, k_nLGD: Tensor, v_nLGD: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """(out_nLHD, lse_nLH). The kernel takes strided views and
+def _cpu_call(qkv: Qkv, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """(out_nLHD, lse_nLH) of [n, L, ...]. The kernel takes strided views and
     fewer key-value heads than query heads.
     """
-    heads_first = (x.transpose(1, 2) for x in (q_nLHD, k_nLGD, v_nLGD))
+    heads_first = (x.transpose(1, 2) for x in qkv)
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         *heads_first, 0.0, causal, scale=scale
     )
@@ -122,19 +119,17 @@ def _merged(
 
 def _cpu_backward(
     grad_NHD: Tensor,
-    q_NHD: Tensor,
-    k_UGD: Tensor,
-    v_UGD: Tensor,
+    qkv: Qkv,
     out_NHD: Tensor,
     state: Sequence[Tensor],
     spans: Spans,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    def gradients(bundle: Bundle, causal: bool) -> tuple[Tensor, ...]:
-        queries = [bundle.queries.read(x) for x in (grad_NHD, q_NHD, out_NHD, state[0])]
-        k_nLGD, v_nLGD = bundle.keys.read(k_UGD), bundle.keys.read(v_UGD)
-        return _cpu_call_backward(queries, k_nLGD, v_nLGD, causal, scale)
+) -> Qkv:
+    def gradients(bundle: Bundle, causal: bool) -> Qkv:
+        results = [bundle.queries.read(x) for x in (grad_NHD, out_NHD, state[0])]
+        return _cpu_call_backward(results, _read(bundle, qkv), causal, scale)
 
+    q_NHD, k_UGD, v_UGD = qkv
     empty = torch.zeros_like if spans.prefixes else torch.empty_like  # squares write every key row
     dq_NHD, dk_UGD, dv_UGD = torch.empty_like(q_NHD), empty(k_UGD), empty(v_UGD)
     for bundle in spans.squares:
@@ -150,88 +145,62 @@ def _cpu_backward(
     return dq_NHD, dk_UGD, dv_UGD
 
 
-def _cpu_call_backward(
-    queries: list[Tensor], k_nLGD: Tensor, v_nLGD: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, ...]:
+def _cpu_call_backward(results: list[Tensor], qkv: Qkv, causal: bool, scale: float) -> Qkv:
+    """Gradients of q, k and v [n, L, ...]. `results`: the output's gradient, it, log-sum-exp."""
+    q_nLHD, k_nLGD, _ = qkv
     dtype = k_nLGD.dtype
     # torch's kernel needs two to six times as long in bf16 for so few rows, and less for 1024
-    few = min(queries[0].shape[1], k_nLGD.shape[1]) <= _SHORT
+    few = min(q_nLHD.shape[1], k_nLGD.shape[1]) <= _SHORT
     wide = torch.float32 if dtype in _HALF and few else dtype
-    grad, q, out, k, v = (x.to(wide).transpose(1, 2) for x in (*queries[:3], k_nLGD, v_nLGD))
-    lse = queries[3].transpose(1, 2)
+    grad, out, q, k, v = (x.to(wide).transpose(1, 2) for x in (*results[:2], *qkv))
+    lse = results[2].transpose(1, 2)
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
     gradients = kernel(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
     return tuple(x.transpose(1, 2).to(dtype) for x in gradients)
 
 
-def _cuda_forward(
-    q_NHD: Tensor, k_UGD: Tensor, v_UGD: Tensor, spans: Spans, scale: float
-) -> tuple[Tensor, ...]:
+def _cuda_forward(qkv: Qkv, spans: Spans, scale: float) -> tuple[Tensor, ...]:
     ragged = spans.ragged
-    q, k, v = (
-        _gathered(q_NHD, ragged.q_index_N),
-        _gathered(k_UGD, ragged.k_index_U),
-        _gathered(v_UGD, ragged.k_index_U),
-    )
-    starts = (ragged.q_starts, ragged.k_starts, ragged.longest_q, ragged.longest_k)
+    q, k, v = map(_gathered, qkv, ragged.indices)
     if q.dtype in _HALF:
         out, lse, rng, unused, _ = _aten._flash_attention_forward(
-            q, k, v, *starts, 0.0, True, False, scale=scale
+            q, k, v, *ragged.runs, 0.0, True, False, scale=scale
         )
-        return _scattered(out, ragged.q_index_N, q_NHD), lse, rng, unused
+        return _scattered(out, ragged.indices[0], qkv[0]), lse, rng, unused
     k, v = (_expanded(x, q.shape[1]) for x in (k, v))
     batch_of_one = (x.unsqueeze(0) for x in (q, k, v))
     out, lse, seed, offset, _, _ = _aten._efficient_attention_forward(
-        *batch_of_one, None, *starts, 0.0, _BOTTOM_RIGHT, True, scale=scale
+        *batch_of_one, None, *ragged.runs, 0.0, _BOTTOM_RIGHT, True, scale=scale
     )
-    return _scattered(out.squeeze(0), ragged.q_index_N, q_NHD), lse, seed, offset
+    return _scattered(out.squeeze(0), ragged.indices[0], qkv[0]), lse, seed, offset
 
 
 def _cuda_backward(
     grad_NHD: Tensor,
-    q_NHD: Tensor,
-    k_UGD: Tensor,
-    v_UGD: Tensor,
+    qkv: Qkv,
     out_NHD: Tensor,
     state: Sequence[Tensor],
     spans: Spans,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Qkv:
     ragged = spans.ragged
-    grad, q, out = (_gathered(x, ragged.q_index_N) for x in (grad_NHD, q_NHD, out_NHD))
-    k, v = (_gathered(x, ragged.k_index_U) for x in (k_UGD, v_UGD))
-    starts = (ragged.q_starts, ragged.k_starts, ragged.longest_q, ragged.longest_k)
+    grad, out = (_gathered(x, ragged.indices[0]) for x in (grad_NHD, out_NHD))
+    q, k, v = map(_gathered, qkv, ragged.indices)
     lse, seed, offset = state
     if q.dtype in _HALF:
         dq, dk, dv = _aten._flash_attention_backward(
-            grad, q, k, v, out, lse, *starts, 0.0, True, seed, offset, scale=scale
+            grad, q, k, v, out, lse, *ragged.runs, 0.0, True, seed, offset, scale=scale
         )
     else:
         k, v = (_expanded(x, q.shape[1]) for x in (k, v))
-        grad1, q1, k1, v1, out1 = (x.unsqueeze(0) for x in (grad, q, k, v, out))
+        grad, *qkv1, out = (x.unsqueeze(0) for x in (grad, q, k, v, out))
+        rest = (lse, 0.0, seed, offset, _BOTTOM_RIGHT, False)
         dq, dk, dv, _ = _aten._efficient_attention_backward(
-            grad1,
-            q1,
-            k1,
-            v1,
-            None,
-            out1,
-            *starts,
-            lse,
-            0.0,
-            seed,
-            offset,
-            _BOTTOM_RIGHT,
-            False,
-            scale=scale,
+            grad, *qkv1, None, out, *ragged.runs, *rest, scale=scale
         )
         dq = dq.squeeze(0)
-        dk, dv = (x.squeeze(0).unflatten(1, (k_UGD.shape[1], -1)).sum(2) for x in (dk, dv))
-    return (
-        _scattered(dq, ragged.q_index_N, q_NHD),
-        _scattered(dk, ragged.k_index_U, k_UGD),
-        _scattered(dv, ragged.k_index_U, v_UGD),
-    )
+        dk, dv = (x.squeeze(0).unflatten(1, (qkv[1].shape[1], -1)).sum(2) for x in (dk, dv))
+    return tuple(map(_scattered, (dq, dk, dv), ragged.indices, qkv))
 
 
 def _gathered(x: Tensor, index: Tensor | None) -> Tensor:

@@ -122,14 +122,12 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Ragged:
-    """The arguments of a varlen kernel. The indices are None where they would be 0, 1, 2, ..."""
+    """The arguments of a varlen kernel. indices: the rows of q, k and v; None where they would be
+    0, 1, 2, ... runs: the starts of the queries and of the keys, and the longest run of each.
+    """
 
-    q_index_N: Tensor | None
-    k_index_U: Tensor | None
-    q_starts: Tensor
-    k_starts: Tensor
-    longest_q: int
-    longest_k: int
+    indices: tuple[Tensor | None, Tensor | None, Tensor | None]
+    runs: tuple[Tensor, Tensor, int, int]
 
 
 class Spans:
@@ -180,7 +178,7 @@ class Spans:
     @cached_property
     def ragged(self) -> Ragged:
         spans = self.spans
-        q_index_N = _rows([(span.q_start, span.length, span.stride) for span in spans])
+        q_runs = [(span.q_start, span.length, span.stride) for span in spans]
         k_runs = [
             run
             for span in spans
@@ -189,14 +187,11 @@ class Spans:
                 (span.k_start, span.length, span.stride),
             )
         ]
-        return Ragged(
-            q_index_N=self._unless_identity(q_index_N),
-            k_index_U=self._unless_identity(_rows(k_runs)),
-            q_starts=self._starts([span.length for span in spans]),
-            k_starts=self._starts([span.prefix + span.length for span in spans]),
-            longest_q=max(span.length for span in spans),
-            longest_k=max(span.prefix + span.length for span in spans),
-        )
+        q_index_N, k_index_U = (self._unless_identity(_rows(runs)) for runs in (q_runs, k_runs))
+        queries = [span.length for span in spans]
+        keys = [span.prefix + span.length for span in spans]
+        runs = (self._starts(queries), self._starts(keys), max(queries), max(keys))
+        return Ragged((q_index_N, k_index_U, k_index_U), runs)
 
     def _starts(self, lengths: list[int]) -> Tensor:
         ends = torch.tensor([0, *lengths]).cumsum(0)

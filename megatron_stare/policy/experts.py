@@ -240,7 +240,11 @@ class _Router:
         if self._record:
             self.recorded.append(chosen_RK.to(torch.int16))
         if graded and self._pull_E is not None:
-            value_RK = with_gradient_of(value_RK, (probability_RE * self._pull_E).sum())
+            from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+            # The same values, whose backward pass also brings the gradient of the loss.
+            loss = (probability_RE * self._pull_E).sum()
+            value_RK = MoEAuxLossAutoScaler.apply(value_RK, loss)
         return value_RK, chosen_RK
 
     def _count(
@@ -301,11 +305,3 @@ def balance_pull(tokens_E: Tensor, top_k: int, coefficient: float) -> Tensor:
     """[E]: what one token adds to the loss per probability of each expert."""
     count = (tokens_E.sum() / top_k).clamp(min=1)
     return (coefficient * len(tokens_E) / top_k * tokens_E / count.square()).float()
-
-
-def with_gradient_of(value: Tensor, loss: Tensor) -> Tensor:
-    """`value` as it is; its backward pass also brings that of `loss`."""
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    found: Tensor = MoEAuxLossAutoScaler.apply(value, loss)
-    return found

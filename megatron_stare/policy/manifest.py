@@ -59,11 +59,11 @@ def write(directory: Path, known: dict[str, str]) -> None:
     atomic_write(directory / NAME, text, durable=True)
 
 
-def read(directory: Path) -> dict[str, str] | None:
-    """{file name: digest}, or None where there is no manifest. ValueError: it is damaged."""
+def read(directory: Path) -> dict[str, str]:
+    """{file name: digest}. ValueError: there is no manifest, or it is damaged."""
     file = directory / NAME
     if not file.is_file():
-        return None
+        raise ValueError(f"{NAME} is missing")
     try:
         content = json.loads(file.read_text())
         if content["algorithm"] != _ALGORITHM:

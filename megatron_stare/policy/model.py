@@ -169,8 +169,8 @@ class PolicyModel:
             (number, name, str(parameter.dtype), list(parameter.shape), value)
             for (number, name, parameter), value in zip(named, hashes, strict=True)
         ]
-        shares = self.topology.gather(_digest(own))
-        return _digest(shares)[:16]
+        of_ranks = self.topology.gather(digest(json.dumps(own)))
+        return digest(json.dumps(of_ranks))[:16]
 
     def steer(self) -> None:
         """In a model with experts, connect our routers, which replay choices and count, to
@@ -217,8 +217,10 @@ class PolicyModel:
         )
         with torch.no_grad():
             found = self.run(batch, context, lambda output: output, forward_only=True)
-        if self.routers is not None:
-            batch = self._with_choices(batch, self.routers)
+        if self.routers is not None and self.policy.routing_replay == "old_policy":
+            batch = self.routers.recorded(batch)
+        if self.routers is not None and self.policy.moe_aux_loss_coeff:
+            batch = self.routers.with_tokens(batch)
         wanted = {
             "sensitivity": sensitivity,
             "proxy_mass": proxy_kappa > 0,
@@ -354,12 +356,6 @@ class PolicyModel:
         scored = batch.expert_tokens_LE is not None  # a cold start's batch is not
         return self.routers.at(batch, coefficient=scored * self.policy.moe_aux_loss_coeff)
 
-    def _with_choices(self, batch: TokenBatch, routers: Routers) -> TokenBatch:
-        """A batch that was scored, with what its updates need to know of that. Collective."""
-        if self.policy.routing_replay == "old_policy":
-            batch = routers.recorded(batch)
-        return routers.with_tokens(batch) if self.policy.moe_aux_loss_coeff else batch
-
     def _sent(self, micro: MicroBatch) -> tuple[int, int, int]:
         """[S, B, H] of a micro-batch between pipeline stages; S is this rank's share of it."""
         batch, positions = micro.token_BS.shape
@@ -380,10 +376,6 @@ class PolicyModel:
             sequence_parallel=self.policy.sequence_parallel,
             **special,
         )
-
-
-def _digest(value: Any) -> str:
-    return digest(json.dumps(value))
 
 
 def _packed(micro: MicroBatch, shared_prompts: bool) -> Any:

@@ -22,7 +22,7 @@ from megatron_stare.policy import manifest
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints import actor_state
 from megatron_stare.policy.checkpoints.names import STEP, listed, step_of
-from megatron_stare.policy.checkpoints.saving import Save, SaveError, described
+from megatron_stare.policy.checkpoints.saving import Save, SaveError, on_first_rank
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.topology import Topology
 from megatron_stare.system import atomic_write, sync_directory
@@ -107,7 +107,7 @@ class CheckpointDirectory:
     def _claim(self, name: str) -> None:
         """Make it the newest. UserError: the directory cannot be written."""
         try:
-            self._on_first_rank(lambda: self._make_newest(name))
+            on_first_rank(self.topology, lambda: self._make_newest(name))
         except SaveError as error:
             raise UserError(
                 f"{self.directory} cannot be written ({error}); make room or mend its permissions"
@@ -121,17 +121,6 @@ class CheckpointDirectory:
 
     def _point_to(self, name: str) -> None:
         atomic_write(self.directory / LATEST, name, durable=True)
-
-    def _on_first_rank(self, action: Callable[[], None]) -> None:
-        """Run it there; SaveError on every rank where it fails."""
-        failure = ""
-        if self.topology.is_first:
-            try:
-                action()
-            except OSError as error:
-                failure = described(error)
-        if failure := self.topology.gather(failure)[0]:
-            raise SaveError(failure)
 
 
 class Checkpoints(CheckpointDirectory):
@@ -152,17 +141,13 @@ class Checkpoints(CheckpointDirectory):
     def save(self, step: int, loop_state: dict[str, Any]) -> None:
         """Write checkpoint `step`, or begin to (run.async_save)."""
         self.finish()
-        temporary = (
-            self.directory / self.topology.gather(f"{_WRITING}{step:08d}_{uuid.uuid4().hex[:8]}")[0]
-        )
+        name = self.topology.gather(f"{_WRITING}{step:08d}_{uuid.uuid4().hex[:8]}")[0]
+        temporary = self.directory / name
         with self._failures_reported(step, temporary):
-            self._on_first_rank(lambda: self._prepare(temporary))
+            on_first_rank(self.topology, lambda: self._prepare(temporary))
             content = actor_state.of_actor(self.actor, loop_state)
-            self.pending = (
-                step,
-                temporary,
-                Save(content, temporary, self.topology, self.config.async_save),
-            )
+            save = Save(content, temporary, self.topology, self.config.async_save)
+            self.pending = (step, temporary, save)
         if not self.config.async_save:
             self.finish()
 
@@ -203,7 +188,7 @@ class Checkpoints(CheckpointDirectory):
         value = self._evaluated.pop(step, None)
         with self._failures_reported(step, temporary):
             save.finish()
-            self._on_first_rank(lambda: self._publish(step, temporary, value))
+            on_first_rank(self.topology, lambda: self._publish(step, temporary, value))
             self.saved = step
 
     @contextmanager
@@ -270,14 +255,13 @@ def verify(checkpoint: Path, topology: Topology) -> list[str]:
     """The differences from the checkpoint's manifest, a line each, on every rank;
     the ranks share the reading.
     """
+    files, unreadable = dict[str, str](), list[str]()
     try:
         files = manifest.read(checkpoint)
     except (ValueError, OSError) as error:
-        files, unreadable = {}, [str(error)]
-    else:
-        unreadable = [f"{manifest.NAME} is missing"] if files is None else []
-    names = sorted(files or {})[topology.rank :: topology.world_size]
-    found = manifest.damages(checkpoint, files or {}, names)
+        unreadable = [str(error)]
+    names = sorted(files)[topology.rank :: topology.world_size]
+    found = manifest.damages(checkpoint, files, names)
     return unreadable + [line for part in topology.gather(found) for line in part]
 
 

@@ -10,6 +10,7 @@ process survives when the trainer is killed.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +113,11 @@ class Save:
         parts = self.topology.gather(
             (self.writer.failure, self.writer.results, self.writer.digests)
         )
-        self._agree(next((failure for failure, _, _ in parts if failure), ""))
-        failure = ""
-        if self.topology.is_first:
-            digests = {name: digest for _, _, part in parts for name, digest in part.items()}
-            try:
-                self._conclude([results for _, results, _ in parts], digests)
-            except OSError as error:
-                failure = described(error)
-        self._agree(failure)
+        if failure := next((failure for failure, _, _ in parts if failure), ""):
+            raise SaveError(failure)
+        results = [results for _, results, _ in parts]
+        digests = {name: digest for _, _, part in parts for name, digest in part.items()}
+        on_first_rank(self.topology, lambda: self._conclude(results, digests))
 
     def _conclude(self, results: list[list[WriteResult]], digests: dict[str, str]) -> None:
         from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -130,11 +127,17 @@ class Save:
         save_config(CheckpointingConfig("torch_dist", 1), str(self.directory))
         manifest.write(self.directory, digests)
 
-    def _agree(self, failure: str) -> None:
-        """SaveError on every rank if a rank passes a failure."""
-        failures = [failure for failure in self.topology.gather(failure) if failure]
-        if failures:
-            raise SaveError(failures[0])
+
+def on_first_rank(topology: Topology, action: Callable[[], None]) -> None:
+    """Run it there; SaveError on every rank where it fails. Collective."""
+    failure = ""
+    if topology.is_first:
+        try:
+            action()
+        except OSError as error:
+            failure = described(error)
+    if failure := topology.gather(failure)[0]:
+        raise SaveError(failure)
 
 
 def _planned(

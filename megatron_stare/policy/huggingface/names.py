@@ -86,22 +86,17 @@ _SECOND_NORM = (
     NameRow("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "replicated", "H"),
 )
 _QKV = "self_attn.q_proj.{0} self_attn.k_proj.{0} self_attn.v_proj.{0}"
+
+
+def _attention(ours: str, theirs: str, layout: Layout, shape: str, when: str = "") -> NameRow:
+    names = f"self_attention.{ours}.weight", f"self_attn.{theirs}.weight"
+    return NameRow(*names, layout, shape, when)
+
+
 _AFTER_QKV = (
-    NameRow(
-        "self_attention.q_layernorm.weight",
-        "self_attn.q_norm.weight",
-        "replicated",
-        "D",
-        "qk_layernorm",
-    ),
-    NameRow(
-        "self_attention.k_layernorm.weight",
-        "self_attn.k_norm.weight",
-        "replicated",
-        "D",
-        "qk_layernorm",
-    ),
-    NameRow("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "columns", "HQ"),
+    _attention("q_layernorm", "q_norm", "replicated", "D", "qk_layernorm"),
+    _attention("k_layernorm", "k_norm", "replicated", "D", "qk_layernorm"),
+    _attention("linear_proj", "o_proj", "columns", "HQ"),
 )
 _GROUPED = (
     NameRow("self_attention.linear_qkv.weight", _QKV.format("weight"), "qkv", "QH KH KH"),
@@ -135,22 +130,18 @@ _GATED_DELTA = (
 )
 
 
-def _latent(ours: str, theirs: str, layout: Layout, shape: str) -> NameRow:
-    return NameRow(f"self_attention.{ours}.weight", f"self_attn.{theirs}.weight", layout, shape)
-
-
 # Of multi-head latent attention, with a latent vector of the queries or without one.
 _QUERY_LATENT = (
-    _latent("linear_q_down_proj", "q_a_proj", "replicated", "AH"),
-    _latent("q_layernorm", "q_a_layernorm", "replicated", "A"),
-    _latent("linear_q_up_proj", "q_b_proj", "rows", "QA"),
+    _attention("linear_q_down_proj", "q_a_proj", "replicated", "AH"),
+    _attention("q_layernorm", "q_a_layernorm", "replicated", "A"),
+    _attention("linear_q_up_proj", "q_b_proj", "rows", "QA"),
 )
-_QUERY = (_latent("linear_q_proj", "q_proj", "rows", "QH"),)
+_QUERY = (_attention("linear_q_proj", "q_proj", "rows", "QH"),)
 _LATENT = (
-    _latent("linear_kv_down_proj", "kv_a_proj_with_mqa", "replicated", "JH"),
-    _latent("kv_layernorm", "kv_a_layernorm", "replicated", "C"),
-    _latent("linear_kv_up_proj", "kv_b_proj", "rows", "UC"),
-    _latent("linear_proj", "o_proj", "columns", "HO"),
+    _attention("linear_kv_down_proj", "kv_a_proj_with_mqa", "replicated", "JH"),
+    _attention("kv_layernorm", "kv_a_layernorm", "replicated", "C"),
+    _attention("linear_kv_up_proj", "kv_b_proj", "rows", "UC"),
+    _attention("linear_proj", "o_proj", "columns", "HO"),
 )
 _ROUTER = (
     NameRow("mlp.router.weight", "mlp.gate.weight", "replicated", "EH"),

@@ -11,6 +11,7 @@ Shape legend: P positions, B = 1 sequence, H hidden size.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ _CACHE = "past_key_values."
 
 @dataclass(frozen=True)
 class Operation:
-    """The modules that compute it in both models. `input`: it is the module's input at this place,
-    not its output. `part`: a part of one product of Megatron's, by the fused weight's name.
+    """The modules that compute it in both models. `their_input`, `our_input`: it is the module's
+    input at this place, not its output. `part`: a part of one product of Megatron's.
     """
 
     name: str
@@ -47,7 +48,44 @@ class Operation:
     ours: str
     their_input: int | None = None
     our_input: int | None = None
-    part: tuple[str, int] | None = None
+    part: int | None = None
+
+
+_INPUT_NORM = Operation("input norm", "input_layernorm", "input_layernorm")
+_QKV = (
+    Operation("query", "self_attn.q_proj", "self_attention.linear_qkv", part=0),
+    Operation("key", "self_attn.k_proj", "self_attention.linear_qkv", part=1),
+    Operation("value", "self_attn.v_proj", "self_attention.linear_qkv", part=2),
+)
+_QK_NORMS = (
+    Operation("query norm", "self_attn.q_norm", "self_attention.q_layernorm"),
+    Operation("key norm", "self_attn.k_norm", "self_attention.k_layernorm"),
+)
+_ATTENTION = (
+    Operation("key with rope", _CACHE, "self_attention.core_attention", our_input=1),
+    Operation("attention", "self_attn.o_proj", "self_attention.linear_proj", 0, 0),
+    Operation("attention output", "self_attn.o_proj", "self_attention.linear_proj"),
+)
+_IN_PROJ = "self_attention.in_proj"
+_DELTA_NET = (
+    Operation("queries, keys and values", "linear_attn.in_proj_qkv", _IN_PROJ, part=0),
+    Operation("output gate", "linear_attn.in_proj_z", _IN_PROJ, part=1),
+    Operation("beta", "linear_attn.in_proj_b", _IN_PROJ, part=2),
+    Operation("decay", "linear_attn.in_proj_a", _IN_PROJ, part=3),
+    Operation("delta net", "linear_attn.out_proj", "self_attention.out_proj", 0, 0),
+    Operation("delta net output", "linear_attn.out_proj", "self_attention.out_proj"),
+)
+_SECOND_NORM = Operation("norm after attention", "post_attention_layernorm", "pre_mlp_layernorm")
+_EXPERTS = (
+    Operation("choice of experts", "mlp.gate", "mlp.router"),
+    Operation("experts", "mlp", "mlp"),
+)
+_MLP = (
+    Operation("gate", "mlp.gate_proj", "mlp.linear_fc1", part=0),
+    Operation("up", "mlp.up_proj", "mlp.linear_fc1", part=1),
+    Operation("silu(gate) up", "mlp.down_proj", "mlp.linear_fc2", 0, 0),
+    Operation("down", "mlp.down_proj", "mlp.linear_fc2"),
+)
 
 
 @dataclass(frozen=True)
@@ -70,79 +108,36 @@ def operations(hf: PretrainedConfig) -> Iterator[Operation]:
     """The operations of a model in the order of a forward pass. Of experts the choice and the sum
     are compared.
     """
+    fields = megatron_fields(hf)
     yield Operation("embedding", "model.embed_tokens", "embedding")
     for layer, is_sparse in enumerate(sparse_layers(hf)):
-        yield from _attention(hf, layer)
-        yield from _feed_forward(layer, is_sparse)
         theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
+        for each in (
+            *(_INPUT_NORM, *_attention(fields, layer)),
+            *(_SECOND_NORM, *(_EXPERTS if is_sparse else _MLP)),
+        ):
+            cached = f"{_CACHE}{layer}"
+            yield dataclasses.replace(
+                each,
+                name=f"layer {layer}: {each.name}",
+                theirs=cached if each.theirs == _CACHE else f"{theirs}.{each.theirs}",
+                ours=f"{ours}.{each.ours}",
+            )
         yield Operation(f"layer {layer}: output", theirs, ours)
     yield Operation("final norm", "model.norm", "decoder.final_layernorm")
     yield Operation("logits", "lm_head", "output_layer")
 
 
-def _attention(hf: PretrainedConfig, layer: int) -> Iterator[Operation]:
-    theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-    name, attention = f"layer {layer}: ", f"{ours}self_attention."
-    yield Operation(f"{name}input norm", f"{theirs}input_layernorm", f"{ours}input_layernorm")
-    fields = megatron_fields(hf)
+def _attention(fields: dict[str, Any], layer: int) -> Sequence[Operation]:
     if is_delta_net(fields, layer):
-        yield from _delta_net(layer)
-        return
-    if fields.get("multi_latent_attention"):
-        for row in attention_rows(fields, layer)[:-1]:  # the last is the output projection
-            paths = [path.removesuffix(".weight") for path in (row.hf, row.megatron)]
-            word = paths[0].removeprefix("self_attn.")
-            yield Operation(f"{name}{word}", f"{theirs}{paths[0]}", f"{ours}{paths[1]}")
-    else:
-        yield from _grouped(hf, layer)
-    yield Operation(
-        f"{name}key with rope", f"{_CACHE}{layer}", f"{attention}core_attention", our_input=1
-    )
-    out = f"{theirs}self_attn.o_proj"
-    yield Operation(f"{name}attention", out, f"{attention}linear_proj", 0, 0)
-    yield Operation(f"{name}attention output", out, f"{attention}linear_proj")
-
-
-def _grouped(hf: PretrainedConfig, layer: int) -> Iterator[Operation]:
-    theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-    name, attention = f"layer {layer}: ", f"{ours}self_attention."
-    qkv = f"{attention}linear_qkv"
-    for number, (letter, word) in enumerate(zip("qkv", ("query", "key", "value"), strict=True)):
-        path = f"{theirs}self_attn.{letter}_proj"
-        yield Operation(f"{name}{word}", path, qkv, part=(f"{qkv}.weight", number))
-    if megatron_fields(hf).get("qk_layernorm"):
-        for letter, word in (("q", "query"), ("k", "key")):
-            path = f"{theirs}self_attn.{letter}_norm"
-            yield Operation(f"{name}{word} norm", path, f"{attention}{letter}_layernorm")
-
-
-def _delta_net(layer: int) -> Iterator[Operation]:
-    theirs, ours = f"model.layers.{layer}.linear_attn", f"decoder.layers.{layer}.self_attention"
-    name, projection = f"layer {layer}: ", f"{ours}.in_proj"
-    words = ("queries, keys and values", "output gate", "beta", "decay")
-    for number, (letters, word) in enumerate(zip(("qkv", "z", "b", "a"), words, strict=True)):
-        path = f"{theirs}.in_proj_{letters}"
-        yield Operation(f"{name}{word}", path, projection, part=(f"{projection}.weight", number))
-    yield Operation(f"{name}delta net", f"{theirs}.out_proj", f"{ours}.out_proj", 0, 0)
-    yield Operation(f"{name}delta net output", f"{theirs}.out_proj", f"{ours}.out_proj")
-
-
-def _feed_forward(layer: int, is_sparse: bool) -> Iterator[Operation]:
-    theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-    name = f"layer {layer}: "
-    norm = f"{theirs}post_attention_layernorm"
-    yield Operation(f"{name}norm after attention", norm, f"{ours}pre_mlp_layernorm")
-    if is_sparse:
-        yield Operation(f"{name}choice of experts", f"{theirs}mlp.gate", f"{ours}mlp.router")
-        yield Operation(f"{name}experts", f"{theirs}mlp", f"{ours}mlp")
-        return
-    gated = f"{ours}mlp.linear_fc1"
-    for number, word in enumerate(("gate", "up")):
-        path = f"{theirs}mlp.{word}_proj"
-        yield Operation(f"{name}{word}", path, gated, part=(f"{gated}.weight", number))
-    down, product = f"{theirs}mlp.down_proj", f"{ours}mlp.linear_fc2"
-    yield Operation(f"{name}silu(gate) up", down, product, 0, 0)
-    yield Operation(f"{name}down", down, product)
+        return _DELTA_NET
+    if not fields.get("multi_latent_attention"):
+        return (*_QKV, *(_QK_NORMS if fields.get("qk_layernorm") else ()), *_ATTENTION)
+    found = []
+    for row in attention_rows(fields, layer)[:-1]:  # the last is the output projection
+        theirs, ours = (path.removesuffix(".weight") for path in (row.hf, row.megatron))
+        found.append(Operation(theirs.removeprefix("self_attn."), theirs, ours))
+    return (*found, *_ATTENTION)
 
 
 def compare_operations(
@@ -171,7 +166,7 @@ def _ours(
     fused, found = {entry.megatron: entry for entry in name_table(hf)}, dict[str, Tensor]()
     with _observing(model) as hooks:
         for each in table:
-            entry = fused[each.part[0]] if each.part else None
+            entry = None if each.part is None else fused[f"{each.ours}.weight"]
             taken = functools.partial(_own, each, entry, hf)
             hooks.enter_context(_watched(model, each.ours, each.our_input, each.name, taken, found))
         ids_BP = torch.tensor([list(ids)], device=next(model.parameters()).device)
@@ -233,7 +228,7 @@ def _own(
         return found[:, : hf.vocab_size]  # without the padding
     if entry is None or operation.part is None:
         return found
-    return from_shards(entry, [found.T])[operation.part[1]].T
+    return from_shards(entry, [found.T])[operation.part].T
 
 
 def _whole(value: Any) -> Tensor:

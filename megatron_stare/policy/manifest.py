@@ -10,6 +10,7 @@ import os
 from collections.abc import Buffer, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from megatron_stare.system import atomic_write, file_digest
 
@@ -45,6 +46,37 @@ class HashedFile:
         self._file.close()
         self._hasher.shutdown()
         return self._digest.hexdigest()
+
+
+class Journal:
+    """The files that a conversion has finished in a directory, a line each: a kill costs the one
+    that is being written. `done`: those that are still what was written, by their names.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "journal.jsonl"
+        self.done: dict[str, dict[str, Any]] = {}
+        for line in self._path.read_text().splitlines() if self._path.is_file() else []:
+            try:
+                entry = json.loads(line)
+                name, digest = entry["file"], entry["sha256"]
+            except (ValueError, KeyError):
+                continue  # torn by the kill: that file is written again
+            if not damages(directory, {name: digest}, [name]):
+                self.done[name] = entry
+
+    def add(self, name: str, digest: str, **description: Any) -> None:
+        """A file is finished."""
+        self.done[name] = {"file": name, "sha256": digest, **description}
+        with self._path.open("a") as journal:
+            journal.write(json.dumps(self.done[name]) + "\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+
+    def close(self) -> dict[str, str]:
+        """Remove the journal; the digests of all files."""
+        self._path.unlink()
+        return {name: entry["sha256"] for name, entry in self.done.items()}
 
 
 def write(directory: Path, known: dict[str, str]) -> None:

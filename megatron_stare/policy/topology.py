@@ -52,47 +52,22 @@ class Topology:
     expert: ProcessGroup
     expert_tensor: ProcessGroup
     host: ProcessGroup  # of all ranks, for tensors in host memory and for control
+    data_rank: int  # of this rank's part of the sequences; the same on its context-parallel ranks
+    data_size: int
+    context_rank: int
+    context_size: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    expert_rank: int
     data_ranks: tuple[int, ...]  # of every rank, in rank order
     context_ranks: tuple[int, ...]
-    virtual_size: int = 1
+    virtual_size: int
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes files and talks to the user."""
         return self.rank == 0
-
-    @property
-    def data_rank(self) -> int:
-        """Number of this rank's part of the sequences; context-parallel ranks have the same one."""
-        return dist.get_rank(self.groups.dp)
-
-    @property
-    def data_size(self) -> int:
-        return dist.get_world_size(self.groups.dp)
-
-    @property
-    def context_rank(self) -> int:
-        return dist.get_rank(self.context)
-
-    @property
-    def context_size(self) -> int:
-        return dist.get_world_size(self.context)
-
-    @property
-    def tensor_size(self) -> int:
-        return dist.get_world_size(self.tensor)
-
-    @property
-    def pipeline_rank(self) -> int:
-        return dist.get_rank(self.pipeline)
-
-    @property
-    def pipeline_size(self) -> int:
-        return dist.get_world_size(self.pipeline)
-
-    @property
-    def expert_rank(self) -> int:
-        return dist.get_rank(self.expert)
 
     @property
     def is_last_stage(self) -> bool:
@@ -220,6 +195,14 @@ def _split(config: PolicyConfig, seed: int, is_imagined: bool = False) -> Topolo
         expert=groups.ep,
         expert_tensor=groups.expt_tp,
         host=host,
+        data_rank=own[0],
+        data_size=dist.get_world_size(groups.dp),
+        context_rank=own[1],
+        context_size=dist.get_world_size(groups.cp),
+        tensor_size=dist.get_world_size(groups.tp),
+        pipeline_rank=dist.get_rank(groups.pp),
+        pipeline_size=dist.get_world_size(groups.pp),
+        expert_rank=dist.get_rank(groups.ep),
         data_ranks=tuple(data for data, _ in places),
         context_ranks=tuple(context for _, context in places),
         virtual_size=virtual,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -27,8 +26,8 @@ from megatron_stare.policy.adapters.peft_files import (
 )
 from megatron_stare.policy.huggingface.families import has_delta_nets, megatron_fields
 from megatron_stare.policy.huggingface.names import ParameterMapping
-from megatron_stare.policy.huggingface.weights import HFWeights
-from megatron_stare.policy.topology import Topology, expert_tensor_size, gather_values
+from megatron_stare.policy.huggingface.weights import HFWeights, whole_tensors
+from megatron_stare.policy.topology import Topology, expert_tensor_size
 
 # A resumed run must not change these settings: they define the adapters.
 STORED_SETTINGS = ("rank", "alpha", "targets", "experts")
@@ -211,33 +210,14 @@ def whole_adapters(
     """(PEFT's name, whole A or B) of all adapters of a model without experts, on every rank.
     Collective.
     """
-    held = {name: each for chunk in chunks for name, each in chunk.adapters.named_parameters()}
-    stages = gather_values(set(held), topology.pipeline)
-    like, found = next(chunks[0].parameters()), []
-    for each in projections(hf, settings):
-        for side in SIDES:
-            key = each.key(side).removeprefix("adapters.")
-            stage = next(number for number, names in enumerate(stages) if key in names)
-            if key in held:
-                whole = _whole(held[key], topology.tensor)
-            else:
-                shape = each.shape_of(side, settings.rank)
-                whole = torch.empty(shape, dtype=like.dtype, device=like.device)
-            if len(stages) > 1:
-                source = dist.get_global_rank(topology.pipeline, stage)
-                dist.broadcast(whole, source, group=topology.pipeline)
-            found.append((each.name(side), whole))
-    return found
-
-
-def _whole(parameter: Any, group: dist.ProcessGroup) -> Tensor:
-    """The whole parameter, of which each rank of the group may hold a part."""
-    shard = parameter.detach().contiguous()
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return shard
-    shards = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(shards, shard, group=group)
-    return torch.cat(shards, dim=parameter.partition_dim)
+    every = projections(hf, settings)
+    table = [each.mapping(side, settings.rank) for each in every for side in SIDES]
+    shards = {
+        f"adapters.{name}": parameter.detach
+        for chunk in chunks
+        for name, parameter in chunk.adapters.named_parameters()
+    }
+    return list(whole_tensors(table, shards, next(chunks[0].parameters()), topology))
 
 
 def merge_metrics(chunks: list[Any], topology: Topology) -> dict[str, float]:

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from megatron_stare.config import AdaptersConfig, UserError
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.huggingface.checkpoint import Stored
-from megatron_stare.policy.huggingface.names import ParameterMapping, name_table
+from megatron_stare.policy.huggingface.names import Layout, ParameterMapping, name_table
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SIDES = ("A", "B")
@@ -65,6 +65,16 @@ class Projection:
         """A [R, I], B [O, R]."""
         outputs, inputs = self.shape
         return (rank, inputs) if side == "A" else (outputs, rank)
+
+    def mapping(self, side: str, rank: int) -> ParameterMapping:
+        """A or B of a dense layer as a parameter of its own, laid out as in low_rank.py."""
+        layout: Layout = "replicated"
+        if side == "A" and self.entry.layout == "columns":
+            layout = "columns"
+        elif side == "B" and self.entry.layout in ("qkv", "rows"):
+            layout = "rows"
+        shapes = (self.shape_of(side, rank),)
+        return ParameterMapping(self.key(side), (self.name(side),), layout, shapes)
 
 
 def projections(hf: PretrainedConfig, settings: AdaptersConfig) -> list[Projection]:

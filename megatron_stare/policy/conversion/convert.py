@@ -39,7 +39,7 @@ from megatron_stare.policy.huggingface.names import (
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology
-from megatron_stare.system import atomic_directory, atomic_write, sync_directory, try_lock
+from megatron_stare.system import atomic_directory, sync_directory, try_lock
 
 PART_BYTES = 256 << 20  # of a Megatron checkpoint: what a kill can cost at most
 Advance = Callable[[int], None]
@@ -108,22 +108,19 @@ def megatron_to_hf(
     if layout is None or {name for file in layout.files for name in file.tensors} != set(shapes):
         layout = hf_files.default_layout(sizes)
     with _working_directory(source, target, {"to": "hf", "dtype": dtype}) as working:
-        finished = _finished(working)
+        journal = manifest.Journal(working)
         for file in layout.files:
-            if file.name not in finished:
+            if file.name not in journal.done:
                 infos = hf_files.describe(shapes, file.tensors)
                 tensors = _hf_tensors(file.tensors, parts, table, reader, wanted, others)
-                finished[file.name] = hf_files.write_file(
-                    working / file.name, tensors, infos, file.metadata
-                )
-                _note(working, finished)
+                path = working / file.name
+                journal.add(file.name, hf_files.write_file(path, tensors, infos, file.metadata))
             advance(sum(sizes[name] for name in file.tensors))
         hf_files.copy_description(source, working)
         (working / hf_files.LAYOUT).unlink(missing_ok=True)
         hf_files.write_index(working, layout, sizes)
         _set_config_dtype(working, dtype)
-        (working / megatron_files.JOURNAL).unlink()
-        manifest.write(working, finished)
+        manifest.write(working, journal.close())
 
 
 def megatron_to_peft(source: Path, target: Path, topology: Topology, dtype: str = "") -> int:
@@ -299,24 +296,6 @@ def _fingerprint(source: Path) -> str:
     """Name, size and time of every file: what must not change between the attempts."""
     stats = [(file.name, file.stat()) for file in sorted(source.iterdir()) if file.is_file()]
     return ";".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
-
-
-def _finished(working: Path) -> dict[str, str]:
-    """{weight file: digest} that an earlier attempt finished."""
-    journal = working / megatron_files.JOURNAL
-    try:
-        noted = json.loads(journal.read_text()) if journal.is_file() else {}
-    except ValueError:
-        noted = {}
-    return {
-        name: digest
-        for name, digest in noted.items()
-        if not manifest.damages(working, noted, [name])
-    }
-
-
-def _note(working: Path, finished: dict[str, str]) -> None:
-    atomic_write(working / megatron_files.JOURNAL, json.dumps(finished))
 
 
 def _set_config_dtype(directory: Path, dtype: str) -> None:

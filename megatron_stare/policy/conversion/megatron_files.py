@@ -8,8 +8,6 @@ layout's checkpoint is read here.
 from __future__ import annotations
 
 import io
-import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +33,6 @@ from transformers import PretrainedConfig
 from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.policy import build, manifest, model_state
 from megatron_stare.policy.topology import Topology
-from megatron_stare.system import file_digest
-
-JOURNAL = "journal.jsonl"
 
 
 @dataclass(frozen=True)
@@ -233,21 +228,12 @@ class CheckpointWriter:
 
     def __init__(self, directory: Path, places: Places) -> None:
         self.directory, self.places = directory, places
-        self.parts: dict[str, dict[str, Any]] = {}
-        journal = directory / JOURNAL
-        for line in journal.read_text().splitlines() if journal.is_file() else []:
-            try:
-                part = json.loads(line)
-            except ValueError:
-                continue  # torn by the kill: that part is written again
-            file = directory / part["file"]
-            if file.is_file() and file_digest(file) == part["sha256"]:
-                self.parts[part["file"]] = part
+        self.journal = manifest.Journal(directory)
 
     def add(self, number: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Write part `number` with these parameters, unless an earlier attempt finished it."""
         name = f"__0_{number}.distcp"
-        if name in self.parts:
+        if name in self.journal.done:
             return
         tensors = (
             piece for parameter, tensor in parameters for piece in self._pieces(parameter, tensor)
@@ -270,7 +256,7 @@ class CheckpointWriter:
         whole = {slot.key: slot.global_shape for own in self.places.slots.values() for slot in own}
         entries: dict[str, Any] = {}
         results = []
-        for file, part in self.parts.items():
+        for file, part in self.journal.done.items():
             for key, offset, sizes, dtype, position, length in part["items"]:
                 index = MetadataIndex(key, torch.Size(offset)) if dtype else MetadataIndex(key)
                 results.append(WriteResult(index, length, _StorageInfo(file, position, length)))
@@ -283,8 +269,7 @@ class CheckpointWriter:
                 entry.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)))
         FileSystemWriter(self.directory).finish(Metadata(entries), [results])
         save_config(CheckpointingConfig("torch_dist", 1), str(self.directory))
-        (self.directory / JOURNAL).unlink()
-        return {file: part["sha256"] for file, part in self.parts.items()}
+        return self.journal.close()
 
     def _pieces(
         self, parameter: str, tensor: Tensor
@@ -309,11 +294,7 @@ class CheckpointWriter:
             else:
                 stream.write(_saved(content))
             items.append((key, offset, sizes, dtype, position, stream.tell() - position))
-        self.parts[name] = {"file": name, "sha256": stream.close(), "items": items}
-        with (self.directory / JOURNAL).open("a") as journal:
-            journal.write(json.dumps(self.parts[name]) + "\n")
-            journal.flush()
-            os.fsync(journal.fileno())
+        self.journal.add(name, stream.close(), items=items)
 
 
 def _saved(content: Any) -> bytes:

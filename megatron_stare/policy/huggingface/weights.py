@@ -7,8 +7,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,25 +73,11 @@ class HFWeights:
     merged: bool = True
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._onto_first() if self.onto_first else self._onto_all()
-
-    def _onto_all(self) -> Iterator[tuple[str, Tensor]]:
-        """Shards are gathered over the tensor-parallel ranks that hold a parameter, then sent to
-        the other expert-parallel ranks of its stage, then to the other pipeline stages.
-        """
-        parameters, topology = named_parameters(self.chunks), self.topology
-        table, like = name_table(self.hf), next(self.chunks[0].parameters())
-        for entry, holders in zip(table, _holders(table, parameters, topology), strict=True):
-            first, tensors = holders[0], None
-            if first.stage == topology.pipeline_rank:
-                shard = parameters.get(_megatron_name(entry, parameters))
-                if shard is not None:
-                    exported, group = self._exported(shard), _tensor_group(entry, topology)
-                    tensors = from_shards(entry, _gathered(exported, group, entry))
-                if entry.expert is not None:
-                    tensors = _broadcast(tensors, first.expert_rank, topology.expert, entry, like)
-            tensors = _broadcast(tensors, first.stage, topology.pipeline, entry, like)
-            yield from zip(entry.hf, tensors, strict=True)
+        if self.onto_first:
+            return self._onto_first()
+        parameters, table = named_parameters(self.chunks), name_table(self.hf)
+        shards = {name: partial(self._exported, each) for name, each in parameters.items()}
+        return whole_tensors(table, shards, next(self.chunks[0].parameters()), self.topology)
 
     def _onto_first(self) -> Iterator[tuple[str, Tensor]]:
         """Each shard travels once, from the rank of rank 0's model replica that holds it; no other
@@ -126,6 +113,30 @@ class HFWeights:
         return parameter.detach() if adapter is None else adapter.merged(parameter.detach())
 
 
+def whole_tensors(
+    table: list[ParameterMapping],
+    shards: Mapping[str, Callable[[], Tensor]],
+    like: Tensor,
+    topology: Topology,
+) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, whole tensor) of every entry, on every rank, from `shards`, those of this rank by
+    their names in the model; received in the dtype of `like`. Collective.
+
+    Shards are gathered over the tensor-parallel ranks that hold a parameter, then sent to the other
+    expert-parallel ranks of its stage, then to the other pipeline stages.
+    """
+    for entry, holders in zip(table, _holders(table, shards, topology), strict=True):
+        first, tensors = holders[0], None
+        if first.stage == topology.pipeline_rank:
+            shard = shards.get(_megatron_name(entry, shards))
+            if shard is not None:
+                tensors = from_shards(entry, _gathered(shard(), entry, topology))
+            if entry.expert is not None:
+                tensors = _broadcast(tensors, first.expert_rank, topology.expert, entry, like)
+        tensors = _broadcast(tensors, first.stage, topology.pipeline, entry, like)
+        yield from zip(entry.hf, tensors, strict=True)
+
+
 def _exchanged(operations: list[dist.P2POp]) -> None:
     """Send and receive, and wait. As a batch, over NCCL the world's one communicator carries them;
     a single send would make one of its own for every pair of ranks.
@@ -152,12 +163,12 @@ class _Holder(NamedTuple):
 
 
 def _holders(
-    table: list[ParameterMapping], parameters: dict[str, Tensor], topology: Topology
+    table: list[ParameterMapping], held_names: Container[str], topology: Topology
 ) -> Iterator[list[_Holder]]:
     """The ranks that hold each entry, in rank order, among those that together hold one copy of the
     model. Collective over these.
     """
-    held = [_megatron_name(entry, parameters) in parameters for entry in table]
+    held = [_megatron_name(entry, held_names) in held_names for entry in table]
     shards = (dist.get_rank(topology.tensor), dist.get_rank(topology.expert_tensor))
     own = _Holder(topology.rank, topology.pipeline_rank, topology.expert_rank, *shards)
     everyone = sorted(gather_values((own, held), topology.groups.tp_ep_pp))
@@ -273,8 +284,9 @@ def _with_global_expert(name: str, layer: Any) -> str:
     return f"mlp.experts.local_experts.{expert}.{rest or f'{grouped}.weight'}"
 
 
-def _gathered(shard: Tensor, group: ProcessGroup, entry: ParameterMapping) -> list[Tensor]:
-    """The shard of every rank of the group."""
+def _gathered(shard: Tensor, entry: ParameterMapping, topology: Topology) -> list[Tensor]:
+    """The shard of every rank that has one."""
+    group = _tensor_group(entry, topology)
     if dist.get_world_size(group) == 1 or entry.layout == "replicated":
         return [shard]
     shards = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
@@ -312,7 +324,7 @@ _FUSED_NORMS = (
 )
 
 
-def _megatron_name(entry: ParameterMapping, parameters: dict[str, Tensor]) -> str:
+def _megatron_name(entry: ParameterMapping, parameters: Container[str]) -> str:
     """The parameter's name in this model: as in the table,
     or TransformerEngine's for a fused norm.
     """

@@ -17,7 +17,7 @@ experts, K experts a token.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -28,7 +28,7 @@ from megatron_stare.config import PolicyConfig
 from megatron_stare.numerics.transfer import to_device
 from megatron_stare.policy import runtime
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import MicroBatch, RoutingShape
+from megatron_stare.records import MicroBatch, RoutingShape, TrainedSequence
 
 PAD_ID = 0  # any id will do: no loss token sees it
 # The rows of an fp8 matrix product's operands are a multiple of it, by policy.tuning.fp8_recipe:
@@ -36,39 +36,31 @@ PAD_ID = 0  # any id will do: no loss token sees it
 FP8_ROWS = {"mxfp8": 32, "blockwise": 128}
 PLAIN_FP8_ROWS = 16
 _POSITION_BITS = 32
-# The fields of TrainSequence that become flat tensors: one value of a sequence, or one of a token.
-_OF_SEQUENCES = {
-    "advantage_T": "advantage",
-    "sequence_T": "number",
-    "sequence_tokens_T": "rollout_tokens",
-    "off_temperature_T": "off_temperature",
-    "scored_T": "scored",
+# The flat tensors with one value of a sequence, and those with one of a token.
+_OF_SEQUENCES: dict[str, Callable[[TrainedSequence], float]] = {
+    "advantage_T": lambda its: 0.0 if its.rollout.advantage is None else its.rollout.advantage,
+    "sequence_T": lambda its: its.number,
+    "sequence_tokens_T": lambda its: its.loss_tokens,
+    "off_temperature_T": lambda its: its.rollout.temperature is not None,
+    "scored_T": lambda its: its.rollout.scored,
 }
 _OF_TOKENS = {"rollout_logprob_T": "logprobs", "fresh_T": "fresh", "turn_T": "turns"}
 
 
 @dataclass(frozen=True)
 class TrainSequence:
-    """One training sequence: its rollout's global number, all its tokens, and which of the last
-    ones are loss tokens. Of what other context ranks train the arrays may hold anything, and
-    `loss_mask` nothing; `loss_tokens` counts all of them.
+    """One sequence to train on with all its tokens. Of what other context ranks train the arrays
+    may hold anything, and `loss_mask` nothing; `trained` counts all of its loss tokens.
     """
 
-    number: int
+    trained: TrainedSequence
     token_ids: numpy.ndarray
-    prompt_length: int
-    loss_mask: numpy.ndarray
+    loss_mask: numpy.ndarray  # a value per response token, as of the next three
     logprobs: numpy.ndarray
-    advantage: float
-    fresh: numpy.ndarray  # per response token: whether the current weights sampled it
-    turns: numpy.ndarray  # per response token: its turn (records.turns_of)
-    loss_tokens: int
-    rollout_tokens: int  # loss tokens of all sequences of its rollout
-    offset: int = 0  # of its response in the rollout's arrays
+    fresh: numpy.ndarray  # whether the current weights sampled it
+    turns: numpy.ndarray  # its turn (records.turns_of)
     # [P, L, K]: the experts of the first P positions, as the rollout has them
     routing: numpy.ndarray | None = None
-    off_temperature: bool = False  # sampled at another temperature than the policy's
-    scored: bool = False  # its log-probs are pi_old's
     shared: int = 0  # its first positions, if an earlier sequence of the micro-batch holds them
 
     @property
@@ -168,10 +160,10 @@ def micro_batch(
     """This rank's tensors of micro-batch `number`; the values of its loss tokens are written to the
     rank's flat tensors (FLAT), from `start` on. `routing`: of a model with experts.
     """
-    padded_n = padded_lengths(_numbers(sequences, "own_length"), topology, policy)
+    padded_n = padded_lengths(_whole([one.own_length for one in sequences]), topology, policy)
     begin_n, held_n = numpy.cumsum(padded_n) - padded_n, padded_n // topology.context_size
     shared_n = numpy.zeros_like(padded_n)
-    shared_n[: len(sequences)] = _numbers(sequences, "shared")
+    shared_n[: len(sequences)] = [one.shared for one in sequences]
     batch = 1 if policy.packed_sequences else len(padded_n)
     # Of every position that this rank holds: its place among those of its sequence, and among the
     # padded positions of all sequences, in the order of [B, S] and in that of [S, B], the rows.
@@ -193,7 +185,7 @@ def micro_batch(
         return to_device(torch.from_numpy(values), device)
 
     ends = numpy.cumsum([0, *padded_n]).astype(numpy.int32)
-    responses = [one.token_ids[one.prompt_length :] for one in sequences]
+    responses = [one.token_ids[one.trained.group.prompt_length :] for one in sequences]
     routers = _of_routers(sequences, begin_n, len(row_of), routing)
     return MicroBatch(
         token_BS=on_device(tokens[source_BS]),
@@ -202,8 +194,8 @@ def micro_batch(
         target_N=on_device(_concatenated(responses, numpy.int32)[index].astype(numpy.int64)),
         sequence_N=on_device(sequence),
         num_sequences=len(sequences),
-        loss_tokens_B=on_device(_numbers(sequences, "loss_tokens")),
-        offset_B=on_device(_numbers(sequences, "offset")),
+        loss_tokens_B=on_device(_whole([one.trained.rollout.loss_tokens for one in sequences])),
+        offset_B=on_device(_whole([one.trained.offset for one in sequences])),
         rows=rows,
         cumulative_lengths=torch.from_numpy(ends) if policy.packed_sequences else None,
         prefixes=_prefixes(shared_n, begin_n),
@@ -254,12 +246,11 @@ def _loss_tokens(
     sequence, and the place of the position that predicts it among the padded positions.
     """
     index = numpy.flatnonzero(_concatenated([one.loss_mask for one in sequences], numpy.bool_))
-    count_n = _response_lengths(sequences)
-    loss_n = numpy.array([numpy.count_nonzero(one.loss_mask) for one in sequences], numpy.int64)
+    loss_n = _whole([int(numpy.count_nonzero(one.loss_mask)) for one in sequences])
     sequence = numpy.repeat(numpy.arange(len(sequences)), loss_n)
     # The position before a token predicts it.
-    shift_n = numpy.cumsum(count_n) - count_n - _numbers(sequences, "prompt_length") + 1
-    position = index - shift_n[sequence]
+    prompt_n = _whole([one.trained.group.prompt_length for one in sequences])
+    position = index + (prompt_n - 1 - _response_begins(sequences))[sequence]
     own = (begin_n - shared_n)[sequence] + position
     shared = begin_n[_holders(shared_n)[sequence]] + position
     return index, sequence, numpy.where(position < shared_n[sequence], shared, own)
@@ -273,24 +264,24 @@ def _fill(
     index: numpy.ndarray,
 ) -> None:
     """Write the values of the loss tokens at `index` of all responses, which are in `sequence`."""
-    count_n = _response_lengths(sequences)
-    first_n = (_numbers(sequences, "number") << _POSITION_BITS) + _numbers(sequences, "offset")
-    first_n -= numpy.cumsum(count_n) - count_n
+    firsts = [(one.trained.number << _POSITION_BITS) + one.trained.offset for one in sequences]
     flat["microbatch_T"].fill(microbatch)
-    flat["token_index_T"][:] = index + first_n[sequence]
-    for name, field in _OF_SEQUENCES.items():
-        flat[name][:] = numpy.array([getattr(one, field) for one in sequences])[sequence]
+    flat["token_index_T"][:] = index + (_whole(firsts) - _response_begins(sequences))[sequence]
+    for name, value in _OF_SEQUENCES.items():
+        flat[name][:] = numpy.array([value(one.trained) for one in sequences])[sequence]
     for name, field in _OF_TOKENS.items():
         parts = [getattr(one, field) for one in sequences]
         flat[name][:] = _concatenated(parts, flat[name].dtype.type)[index]
 
 
-def _response_lengths(sequences: Sequence[TrainSequence]) -> numpy.ndarray:
-    return numpy.array([len(one.loss_mask) for one in sequences], numpy.int64)
+def _response_begins(sequences: Sequence[TrainSequence]) -> numpy.ndarray:
+    """The place of each response among all responses."""
+    count_n = _whole([len(one.loss_mask) for one in sequences])
+    return numpy.cumsum(count_n) - count_n
 
 
-def _numbers(sequences: Sequence[TrainSequence], field: str) -> numpy.ndarray:
-    return numpy.array([getattr(one, field) for one in sequences], numpy.int64)
+def _whole(numbers: list[int]) -> numpy.ndarray:
+    return numpy.array(numbers, numpy.int64)
 
 
 def _concatenated(parts: Sequence[numpy.ndarray], kind: type[numpy.generic]) -> numpy.ndarray:

@@ -312,7 +312,7 @@ def _train_sequence(
     """A sequence to train on: from the rollout itself, or from the received slices. `shared`: its
     first positions that an earlier one holds.
     """
-    number, group, rollout, *_ = trained
+    group, rollout = trained.group, trained.rollout
     if isinstance(rollout, Rollout):
         arrays = _held_arrays(group, rollout)
     else:
@@ -321,20 +321,13 @@ def _train_sequence(
     ids, mask, chosen = arrays["ids"], arrays["mask"], arrays["routing"]
     alike = numpy.full(len(mask), rollout.weight_version == weight_version)
     return TrainSequence(
-        number=number,
+        trained=trained,
         token_ids=ids,
-        prompt_length=group.prompt_length,
         loss_mask=mask,
         logprobs=arrays["logprobs"],
-        advantage=0.0 if rollout.advantage is None else rollout.advantage,
         fresh=arrays["versions"] == weight_version if rollout.varied else alike,
         turns=arrays["turns"] + trained.turns_before,
-        loss_tokens=rollout.loss_tokens,
-        rollout_tokens=trained.loss_tokens,
-        offset=trained.offset,
         routing=routing.decoded(chosen)[: len(ids) - 1] if routing and len(chosen) else None,
-        off_temperature=rollout.temperature is not None,
-        scored=rollout.scored,
         shared=shared,
     )
 

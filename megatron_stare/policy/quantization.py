@@ -211,9 +211,8 @@ def quantize_model(
 def export_model(model: PreTrainedModel, target: Path) -> None:
     """Write a model of `quantize_model` to the directory `target`, which uses it up."""
     _, export, _ = require_modelopt()
-    model.config.architectures = [
-        type(model).__name__
-    ]  # modelopt asks for it; an old config.json may lack it
+    # modelopt asks for it; an old config.json may lack it.
+    model.config.architectures = [type(model).__name__]
     with _unheard(), torch.no_grad():
         export(model, export_dir=target)
     for file in target.glob("*.safetensors"):  # safetensors makes its files private to this user

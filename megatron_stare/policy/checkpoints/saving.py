@@ -37,9 +37,8 @@ class _Resolved:
         self.data = data
 
     def resolve_data(self, item: WriteItem) -> Any:
-        return self.data.pop(
-            item.index
-        )  # written once: a background copy is given back item by item
+        # Written once: a background copy is given back item by item.
+        return self.data.pop(item.index)
 
 
 class _Writer(FileSystemWriter):

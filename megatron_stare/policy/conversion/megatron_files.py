@@ -82,16 +82,8 @@ def places(hf: PretrainedConfig, topology: Topology, stacked_layers: bool = Fals
         for piece in pieces:
             assert isinstance(piece, ShardedTensor), f"{name}: {type(piece)}"
             end = begin + piece.local_shape[0]
-            found.append(
-                Slot(
-                    piece.key,
-                    begin,
-                    end,
-                    piece.global_offset,
-                    piece.global_shape,
-                    piece.prepend_axis_num,
-                )
-            )
+            place = (piece.global_offset, piece.global_shape, piece.prepend_axis_num)
+            found.append(Slot(piece.key, begin, end, *place))
             begin = end
         slots[name] = found
     return Places(slots, objects)
@@ -181,13 +173,10 @@ class CheckpointReader:
         """Every tensor of the model is there in the right shape, and none is left over."""
         wanted = {slot.key: slot for slots in self.places.slots.values() for slot in slots}
         for key, slot in wanted.items():
-            size = tuple(self._entry(slot).size)
-            want = slot.global_shape
-            padded = (
-                key in ("embedding.word_embeddings.weight", "output_layer.weight")
-                and size[0] > want[0]
-            )
-            if size != (size[0] if padded else want[0], *want[1:]):
+            size, want = tuple(self._entry(slot).size), slot.global_shape
+            vocabulary = key in ("embedding.word_embeddings.weight", "output_layer.weight")
+            rows = max(size[0], want[0]) if vocabulary else want[0]  # it may be padded
+            if size != (rows, *want[1:]):
                 raise UserError(
                     f"{self.directory}: {key} has shape {size} but config.json implies {want}; "
                     "correct config.json or take the checkpoint that belongs to it"
@@ -247,12 +236,10 @@ class CheckpointWriter:
         from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-        objects = {
-            ShardedObject("common_state", None, (1,), (0,)).unique_key: common
-        } | self.places.objects
-        self._write(
-            "__0_objects.distcp", ((key, (), (), [content]) for key, content in objects.items())
-        )
+        common_key = ShardedObject("common_state", None, (1,), (0,)).unique_key
+        objects = {common_key: common} | self.places.objects
+        contents = ((key, (), (), [content]) for key, content in objects.items())
+        self._write("__0_objects.distcp", contents)
         whole = {slot.key: slot.global_shape for own in self.places.slots.values() for slot in own}
         entries: dict[str, Any] = {}
         results = []

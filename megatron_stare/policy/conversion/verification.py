@@ -51,20 +51,17 @@ def compare_tensors(
     side it went to.
     """
     hf = build.read_hf_config(str(hf_directory))
-    checkpoint, reader = (
-        Checkpoint(str(hf_directory)),
-        megatron_files.CheckpointReader(megatron, hf, topology),
-    )
+    checkpoint = Checkpoint(str(hf_directory))
+    reader = megatron_files.CheckpointReader(megatron, hf, topology)
     different, compared = [], 0
     for entry in name_table(hf):
         theirs = from_shards(entry, [reader.read(entry.megatron)])
         for (name, shape), tensor in zip(entry.tensors, theirs, strict=True):
             stored = checkpoint.read(name, shape)
-            tensor, stored = (
-                (tensor.to(stored.dtype), stored)
-                if lossy_is_hf
-                else (tensor, stored.to(tensor.dtype))
-            )
+            if lossy_is_hf:
+                tensor = tensor.to(stored.dtype)
+            else:
+                stored = stored.to(tensor.dtype)
             compared += 1
             if not torch.equal(_bytes(tensor), _bytes(stored)):
                 different.append(name)

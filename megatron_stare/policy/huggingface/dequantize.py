@@ -31,9 +31,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 from megatron_stare.policy import runtime
 from megatron_stare.policy.huggingface import block_fp8
 
-Rounding = Callable[
-    [Tensor, Tensor], Tensor
-]  # (values, scale) -> what a server's matrix product sees
+# (values, scale) -> what a server's matrix product sees
+Rounding = Callable[[Tensor, Tensor], Tensor]
 
 _E4M3_MAX, _E2M1_MAX, _GROUP = 448.0, 6.0, 16
 # Codes 0 to 7; 8 to 15 are their negatives.
@@ -61,9 +60,8 @@ def load_exported(directory: Path) -> PreTrainedModel:
         if "input_scale" in parts
     }
     for layer, parts in scales.items():
-        tensors[f"{layer}.weight"] = decode_weight(tensors[f"{layer}.weight"], parts).to(
-            config.dtype
-        )
+        decoded = decode_weight(tensors[f"{layer}.weight"], parts)
+        tensors[f"{layer}.weight"] = decoded.to(config.dtype)
     model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None, config=config, state_dict=tensors, dtype=config.dtype, output_loading_info=True
     )
@@ -75,9 +73,8 @@ def load_exported(directory: Path) -> PreTrainedModel:
         )
     model = model.to(runtime.device()).eval()
     for layer, function in rounding.items():
-        model.get_submodule(layer).register_forward_pre_hook(
-            _input_hook(function, scales[layer], model.device)
-        )
+        hook = _input_hook(function, scales[layer], model.device)
+        model.get_submodule(layer).register_forward_pre_hook(hook)
     return model
 
 
@@ -123,9 +120,8 @@ def round_nvfp4(x: Tensor, scale: Tensor) -> Tensor:
     """
     group_G16 = x.unflatten(-1, (-1, _GROUP))
     largest = group_G16.abs().amax(-1, keepdim=True)
-    own = (largest / (_E2M1_MAX * scale)).clamp(2**-9, _E4M3_MAX).to(
-        torch.float8_e4m3fn
-    ).float() * scale
+    least = (largest / (_E2M1_MAX * scale)).clamp(2**-9, _E4M3_MAX)
+    own = least.to(torch.float8_e4m3fn).float() * scale
     size = (group_G16 / own).abs().clamp(max=_E2M1_MAX)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))  # E2M1's spacing
     return ((size / step).round() * step * own * group_G16.sign()).flatten(-2)

@@ -72,10 +72,8 @@ def read_header(file: Path) -> tuple[list[TensorInfo], dict[str, str]]:
             for k, v in header.items()
         ]
         infos.sort(key=lambda info: info.begin)
-        size, expected = (
-            file.stat().st_size,
-            8 + length + max((info.end for info in infos), default=0),
-        )
+        size = file.stat().st_size
+        expected = 8 + length + max((info.end for info in infos), default=0)
         if size != expected:
             raise ValueError(f"{size} bytes, not the {expected} that its header promises")
         return infos, metadata
@@ -142,9 +140,8 @@ def layout_of(directory: Path) -> DirectoryLayout | None:
         infos, metadata = read_header(file)
         found.append(FileLayout(file.name, tuple(info.name for info in infos), metadata))
     index = directory / INDEX
-    return DirectoryLayout(
-        tuple(found), json.loads(index.read_text()).get("metadata", {}) if index.is_file() else {}
-    )
+    of_index = json.loads(index.read_text()).get("metadata", {}) if index.is_file() else {}
+    return DirectoryLayout(tuple(found), of_index)
 
 
 def default_layout(sizes: dict[str, int], file_bytes: int = 5 << 30) -> DirectoryLayout:
@@ -158,14 +155,10 @@ def default_layout(sizes: dict[str, int], file_bytes: int = 5 << 30) -> Director
         groups[-1].append(name)
         filled += sizes[name]
     count = len(groups)
-    names = (
-        [SINGLE]
-        if count == 1
-        else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    )
+    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     files = (
         FileLayout(name, tuple(group), {"format": "pt"})
-        for name, group in zip(names, groups, strict=True)
+        for name, group in zip(names if count > 1 else [SINGLE], groups, strict=True)
     )
     return DirectoryLayout(tuple(files), {})
 
@@ -203,11 +196,8 @@ def write_file(
     """Write a safetensors file, tensor by tensor in the order of `infos`; returns its SHA-256."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     for info in infos:
-        header[info.name] = {
-            "dtype": info.code,
-            "shape": info.shape,
-            "data_offsets": [info.begin, info.end],
-        }
+        place = [info.begin, info.end]
+        header[info.name] = {"dtype": info.code, "shape": info.shape, "data_offsets": place}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     stream = manifest.HashedFile(file)

@@ -94,45 +94,49 @@ def response_position(token_index_T: Tensor) -> Tensor:
     return token_index_T & ((1 << _POSITION_BITS) - 1)
 
 
-def multiples(topology: Topology, policy: PolicyConfig) -> tuple[int, int]:
-    """The numbers that divide a packed sequence's padded length, and a micro-batch's whole length.
-    Context parallelism cuts every sequence, sequence parallelism cuts the positions of a rank, and
-    fp8 needs a multiple of its number of rows.
+@dataclass(frozen=True)
+class Alignment:
+    """The lengths of sequences in micro-batches.
+
+    single, whole: the numbers that divide a packed sequence's padded length, and a micro-batch's
+    whole length. Context parallelism cuts every sequence, sequence parallelism cuts the positions
+    of a rank, and fp8 needs a multiple of its number of rows.
     """
-    single = 2 * topology.context_size if topology.context_size > 1 else 1
-    held = topology.tensor_size if policy.sequence_parallel else 1
-    if policy.fp8 != "none":
-        held *= FP8_ROWS.get(policy.tuning.fp8_recipe or "", PLAIN_FP8_ROWS)
-    return single, math.lcm(single, held * topology.context_size)
 
+    single: int
+    whole: int
+    budget: int  # positions of a micro-batch, over all context ranks
+    packed: bool
 
-def room(topology: Topology, policy: PolicyConfig) -> int:
-    """The positions that a packed micro-batch has room for."""
-    _, whole = multiples(topology, policy)
-    return policy.sequence_budget // whole * whole
+    @classmethod
+    def of(cls, topology: Topology, policy: PolicyConfig) -> Alignment:
+        """The alignment of a run."""
+        single = 2 * topology.context_size if topology.context_size > 1 else 1
+        held = topology.tensor_size if policy.sequence_parallel else 1
+        if policy.fp8 != "none":
+            held *= FP8_ROWS.get(policy.tuning.fp8_recipe or "", PLAIN_FP8_ROWS)
+        whole = math.lcm(single, held * topology.context_size)
+        return cls(single, whole, policy.sequence_budget, policy.packed_sequences)
 
+    @property
+    def room(self) -> int:
+        """The positions that a packed micro-batch has room for."""
+        return self.budget // self.whole * self.whole
 
-def aligned_lengths(
-    length_n: numpy.ndarray, topology: Topology, policy: PolicyConfig
-) -> numpy.ndarray:
-    """The length of each sequence with its padding, were it alone."""
-    _, whole = multiples(topology, policy)
-    return -(-length_n // whole) * whole
+    def alone(self, length_n: numpy.ndarray) -> numpy.ndarray:
+        """The length of each sequence with its padding, were it alone."""
+        return -(-length_n // self.whole) * self.whole
 
-
-def padded_lengths(
-    length_n: numpy.ndarray, topology: Topology, policy: PolicyConfig
-) -> numpy.ndarray:
-    """The padded lengths of a micro-batch of sequences, over all context ranks; one without a
-    sequence has one of padding alone.
-    """
-    plain_n = length_n if len(length_n) else numpy.ones(1, numpy.int64)
-    if not policy.packed_sequences:
-        return aligned_lengths(numpy.full_like(plain_n, plain_n.max()), topology, policy)
-    single, whole = multiples(topology, policy)
-    padded_n = -(-plain_n // single) * single
-    padded_n[-1] += -int(padded_n.sum()) % whole
-    return padded_n
+    def together(self, length_n: numpy.ndarray) -> numpy.ndarray:
+        """The padded lengths of a micro-batch of sequences, over all context ranks; one without a
+        sequence has one of padding alone.
+        """
+        plain_n = length_n if len(length_n) else numpy.ones(1, numpy.int64)
+        if not self.packed:
+            return self.alone(numpy.full_like(plain_n, plain_n.max()))
+        padded_n = -(-plain_n // self.single) * self.single
+        padded_n[-1] += -int(padded_n.sum()) % self.whole
+        return padded_n
 
 
 def held_stretches(
@@ -154,17 +158,17 @@ def micro_batch(
     flat: Mapping[str, Tensor],
     start: int,
     topology: Topology,
-    policy: PolicyConfig,
-    routing: RoutingShape | None = None,
+    alignment: Alignment,
+    routing: RoutingShape | None,
 ) -> MicroBatch:
     """This rank's tensors of micro-batch `number`; the values of its loss tokens are written to the
     rank's flat tensors (FLAT), from `start` on. `routing`: of a model with experts.
     """
-    padded_n = padded_lengths(_whole([one.own_length for one in sequences]), topology, policy)
+    padded_n = alignment.together(_whole([one.own_length for one in sequences]))
     begin_n, held_n = numpy.cumsum(padded_n) - padded_n, padded_n // topology.context_size
     shared_n = numpy.zeros_like(padded_n)
     shared_n[: len(sequences)] = [one.shared for one in sequences]
-    batch = 1 if policy.packed_sequences else len(padded_n)
+    batch = 1 if alignment.packed else len(padded_n)
     # Of every position that this rank holds: its place among those of its sequence, and among the
     # padded positions of all sequences, in the order of [B, S] and in that of [S, B], the rows.
     within = _held_positions(padded_n, topology)
@@ -197,7 +201,7 @@ def micro_batch(
         loss_tokens_B=on_device(_whole([one.trained.rollout.loss_tokens for one in sequences])),
         offset_B=on_device(_whole([one.trained.offset for one in sequences])),
         rows=rows,
-        cumulative_lengths=torch.from_numpy(ends) if policy.packed_sequences else None,
+        cumulative_lengths=torch.from_numpy(ends) if alignment.packed else None,
         prefixes=_prefixes(shared_n, begin_n),
         longest=int((padded_n + shared_n).max()),
         **{name: on_device(values[source_R]) for name, values in routers.items()},

@@ -20,7 +20,7 @@ from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.numerics.exchange import Parcel, deliver
 from megatron_stare.numerics.transfer import to_device
 from megatron_stare.policy import layout, runtime
-from megatron_stare.policy.layout import TrainSequence
+from megatron_stare.policy.layout import Alignment, TrainSequence
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import (
     EVERY_RANK,
@@ -83,8 +83,9 @@ def pack(
     length_n = numpy.array(
         [each.group.prompt_length + each.rollout.length - 1 for each in trained], numpy.int64
     )
-    size_n = layout.aligned_lengths(length_n, topology, policy)
-    too_long_n = size_n > policy.sequence_budget
+    alignment = Alignment.of(topology, policy)
+    size_n = alignment.alone(length_n)
+    too_long_n = size_n > alignment.budget
     if policy.on_long_sequence == "error" and too_long_n.any():
         place = int(too_long_n.argmax())
         raise UserError(
@@ -94,10 +95,12 @@ def pack(
             "policy.on_long_sequence=own_micro_batch, or lower "
             "rollout.rollout_max_response_len or data.rollout_max_prompt_len"
         )
-    evened, shared = _assigned(trained, length_n, topology, policy, hidden_size)
+    evened, shared = _assigned(
+        trained, length_n, topology, alignment, hidden_size, policy.shared_prompts
+    )
     mine = evened[topology.data_rank]
     replayed = routing if policy.routing_replay == "rollout" else None
-    there = _fetched(trained, evened, length_n, topology, policy, replayed)
+    there = _fetched(trained, evened, length_n, topology, alignment, replayed)
     # One after another: a batch is not held a second time as its sequences.
     batches = (
         [
@@ -107,33 +110,34 @@ def pack(
         for batch in mine
     )
     most = sum(trained[n].rollout.loss_tokens for batch in mine for n in batch)
-    return _token_batch(batches, most, _of_rollouts(groups), topology, policy, routing)
+    return _token_batch(batches, most, _of_rollouts(groups), topology, alignment, routing)
 
 
 def _assigned(
     trained: Sequence[TrainedSequence],
     length_n: numpy.ndarray,
     topology: Topology,
-    policy: PolicyConfig,
+    alignment: Alignment,
     hidden_size: int,
+    shared_prompts: bool,
 ) -> tuple[list[list[list[int]]], dict[int, int]]:
     """The sequence numbers of each data rank's micro-batches, and the number of the first positions
     that a sequence leaves to an earlier one.
     """
-    units = _units(trained, length_n, layout.room(topology, policy), policy.shared_prompts)
+    units = _units(trained, length_n, alignment.room, shared_prompts)
     shared = {n: trained[n].group.prompt_length for unit in units for n in unit[1:]}
     rows_u = numpy.array(
         [sum(length_n[n] - shared.get(n, 0) for n in unit) for unit in units], numpy.int64
     )
     shares = _balanced(numpy.arange(len(units)), rows_u, topology.data_size, hidden_size)
-    split = [_split(share, rows_u, topology, policy) for share in shares]
+    split = [_split(share, rows_u, alignment) for share in shares]
     count = max(len(batches) for batches in split)
     if topology.virtual_size > 1:  # the interleaved schedule goes round the stages in whole turns
         count = -(-count // topology.pipeline_size) * topology.pipeline_size
     evened = [
         [
             [number for unit in batch for number in units[unit]]
-            for batch in _evened(batches, rows_u, count, hidden_size, topology, policy)
+            for batch in _evened(batches, rows_u, count, hidden_size, alignment)
         ]
         for batches in split
     ]
@@ -204,16 +208,13 @@ def _balanced(
     return shares
 
 
-def _split(
-    share: list[int], length_n: numpy.ndarray, topology: Topology, policy: PolicyConfig
-) -> list[list[int]]:
+def _split(share: list[int], length_n: numpy.ndarray, alignment: Alignment) -> list[list[int]]:
     """A share (longest first) into as few micro-batches as first-fit finds;
     at least one, which may be empty.
     """
-    if not policy.packed_sequences:
-        return _split_padded(share, length_n, topology, policy)
-    single, _ = layout.multiples(topology, policy)
-    size_n = -(-length_n[share] // single) * single
+    if not alignment.packed:
+        return _split_padded(share, length_n, alignment)
+    size_n = -(-length_n[share] // alignment.single) * alignment.single
     room_b = numpy.zeros(len(share), numpy.int64)  # of the batches so far, in their order
     batches: list[list[int]] = []
     for sequence, size in zip(share, size_n.tolist(), strict=True):
@@ -221,21 +222,21 @@ def _split(
         if not batches or room_b[place] < size:
             place = len(batches)
             batches.append([])
-            room_b[place] = layout.room(topology, policy)
+            room_b[place] = alignment.room
         batches[place].append(sequence)
         room_b[place] -= size
     return batches or [[]]
 
 
 def _split_padded(
-    share: list[int], length_n: numpy.ndarray, topology: Topology, policy: PolicyConfig
+    share: list[int], length_n: numpy.ndarray, alignment: Alignment
 ) -> list[list[int]]:
     """Padded batches hold sequences of similar length, so only the newest batch is a candidate."""
-    size_n = layout.aligned_lengths(length_n[share], topology, policy).tolist()
+    size_n = alignment.alone(length_n[share]).tolist()
     batches: list[list[int]] = []
     size = 0  # of every row of the newest: its first is its longest
     for sequence, its_size in zip(share, size_n, strict=True):
-        if not batches or (len(batches[-1]) + 1) * size > policy.sequence_budget:
+        if not batches or (len(batches[-1]) + 1) * size > alignment.budget:
             batches.append([])
             size = its_size
         batches[-1].append(sequence)
@@ -247,17 +248,16 @@ def _evened(
     length_n: numpy.ndarray,
     count: int,
     hidden_size: int,
-    topology: Topology,
-    policy: PolicyConfig,
+    alignment: Alignment,
 ) -> list[list[int]]:
     """The same sequences in exactly `count` micro-batches:
     of even cost where that fits, else with empty ones.
     """
-    if policy.packed_sequences:
+    if alignment.packed:
         together = [sequence for batch in batches for sequence in batch]
         even = _balanced(together, length_n, count, hidden_size)
-        sizes = [layout.padded_lengths(length_n[batch], topology, policy) for batch in even]
-        if all(int(size.sum()) <= policy.sequence_budget for size in sizes):
+        sizes = [alignment.together(length_n[batch]) for batch in even]
+        if all(int(size.sum()) <= alignment.budget for size in sizes):
             return even
     return batches + [[] for _ in range(count - len(batches))]
 
@@ -267,7 +267,7 @@ def _fetched(
     evened: Sequence[list[list[int]]],
     length_n: numpy.ndarray,
     topology: Topology,
-    policy: PolicyConfig,
+    alignment: Alignment,
     routing: RoutingShape | None,
 ) -> dict[int, Received]:
     """The slices that this rank trains of other ranks' sequences, by sequence number. Collective.
@@ -281,7 +281,7 @@ def _fetched(
     parcels: list[Parcel] = []
     for data_rank, batches in enumerate(evened):
         numbers = [number for batch in batches for number in batch]
-        padded = [layout.padded_lengths(length_n[b], topology, policy) for b in batches if b]
+        padded = [alignment.together(length_n[batch]) for batch in batches if batch]
         size_n = numpy.concatenate([numpy.zeros(0, numpy.int64), *padded]).tolist()
         for context_rank in range(topology.context_size):
             ranks = topology.ranks_of_tokens(data_rank, context_rank)
@@ -419,7 +419,7 @@ def _token_batch(
     most: int,
     of_sequences: dict[str, torch.Tensor],
     topology: Topology,
-    policy: PolicyConfig,
+    alignment: Alignment,
     routing: RoutingShape | None,
 ) -> TokenBatch:
     """`most` loss tokens lie in these sequences; of several context ranks each holds a part, and
@@ -428,7 +428,7 @@ def _token_batch(
     microbatches, start = [], 0
     flat = {name: torch.empty(most, dtype=kind) for name, kind in layout.FLAT.items()}
     for number, sequences in enumerate(batches):
-        micro = layout.micro_batch(sequences, number, flat, start, topology, policy, routing)
+        micro = layout.micro_batch(sequences, number, flat, start, topology, alignment, routing)
         start = micro.rows.stop
         microbatches.append(micro)
     device, count = runtime.device(), len(of_sequences["reward_Q"])

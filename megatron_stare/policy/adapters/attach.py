@@ -21,6 +21,7 @@ from megatron_stare.policy.adapters.peft_files import (
     SIDES,
     PeftDirectory,
     Projection,
+    adapter_table,
     check_apart,
     projections,
 )
@@ -210,14 +211,14 @@ def whole_adapters(
     """(PEFT's name, whole A or B) of all adapters of a model without experts, on every rank.
     Collective.
     """
-    every = projections(hf, settings)
-    table = [each.mapping(side, settings.rank) for each in every for side in SIDES]
     shards = {
         f"adapters.{name}": parameter.detach
         for chunk in chunks
         for name, parameter in chunk.adapters.named_parameters()
     }
-    return list(whole_tensors(table, shards, next(chunks[0].parameters()), topology))
+    return list(
+        whole_tensors(adapter_table(hf, settings), shards, next(chunks[0].parameters()), topology)
+    )
 
 
 def merge_metrics(chunks: list[Any], topology: Topology) -> dict[str, float]:

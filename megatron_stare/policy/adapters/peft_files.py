@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +66,6 @@ class Projection:
         outputs, inputs = self.shape
         return (rank, inputs) if side == "A" else (outputs, rank)
 
-    def mapping(self, side: str, rank: int) -> ParameterMapping:
-        """A or B of a dense layer as a parameter of its own, laid out as in low_rank.py."""
-        layout: Layout = "replicated"
-        if side == "A" and self.entry.layout == "columns":
-            layout = "columns"
-        elif side == "B" and self.entry.layout in ("qkv", "rows"):
-            layout = "rows"
-        shapes = (self.shape_of(side, rank),)
-        return ParameterMapping(self.key(side), (self.name(side),), layout, shapes)
-
 
 def projections(hf: PretrainedConfig, settings: AdaptersConfig) -> list[Projection]:
     """The projections of a model that have an adapter, in the order of its layers."""
@@ -91,6 +81,23 @@ def projections(hf: PretrainedConfig, settings: AdaptersConfig) -> list[Projecti
             leaf = name.split(".")[-2]
             found.append(Projection(entry, int(match[1]), match[2], place, leaf, name, shape))
     return [each for each in found if each.target in settings.target_names]
+
+
+def adapter_table(hf: PretrainedConfig, settings: AdaptersConfig) -> list[ParameterMapping]:
+    """A and B of every projection as parameters of their own: their keys in a checkpoint, their
+    names in PEFT's file, and how ranks divide them (low_rank.py).
+    """
+    table = []
+    for each in projections(hf, settings):
+        for side in SIDES:
+            layout: Layout = "replicated"
+            if each.entry.expert is None and side == "A" and each.entry.layout == "columns":
+                layout = "columns"
+            if each.entry.expert is None and side == "B" and each.entry.layout in ("qkv", "rows"):
+                layout = "rows"
+            shapes = (each.shape_of(side, settings.rank),)
+            table.append(ParameterMapping(each.key(side), (each.name(side),), layout, shapes))
+    return table
 
 
 def peft_config(hf: PretrainedConfig, settings: AdaptersConfig, base: str) -> dict[str, Any]:
@@ -130,31 +137,26 @@ def write(
     """Write PEFT's two files; {weight file: SHA-256}. `read(key)` gives a whole A or B."""
     content = peft_config(hf, settings, base)
     (directory / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    every = [(each, side) for each in projections(hf, settings) for side in SIDES]
-    every.sort(key=lambda pair: pair[0].name(pair[1]))
-    shapes = {each.name(side): (each.shape_of(side, settings.rank), dtype) for each, side in every}
-    tensors = (read(each.key(side)).to(dtype) for each, side in every)
+    table = sorted(adapter_table(hf, settings), key=lambda each: each.hf)
+    shapes = {name: (shape, dtype) for each in table for name, shape in each.tensors}
+    tensors = (read(each.megatron).to(dtype) for each in table)
     infos = hf_files.describe(shapes, tuple(shapes))
     return {WEIGHTS: hf_files.write_file(directory / WEIGHTS, tensors, infos, {"format": "pt"})}
 
 
-@dataclass
 class PeftDirectory:
     """A directory that PEFT or `convert megatron-to-peft` wrote. UserError: it is not one."""
 
-    directory: Path
-    config: dict[str, Any] = field(init=False)
-    infos: dict[str, hf_files.TensorInfo] = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         try:
-            self.config = json.loads((self.directory / CONFIG).read_text())
+            self.config: dict[str, Any] = json.loads((directory / CONFIG).read_text())
         except (OSError, ValueError) as error:
             raise UserError(
-                f"adapters.start={self.directory}: {CONFIG} cannot be read ({error}); give a "
+                f"adapters.start={directory}: {CONFIG} cannot be read ({error}); give a "
                 "directory that peft's save_pretrained or `convert megatron-to-peft` wrote"
             ) from None
-        infos, _ = hf_files.read_header(self.directory / WEIGHTS)
+        infos, _ = hf_files.read_header(directory / WEIGHTS)
         self.infos = {info.name: info for info in infos}
 
     def check(self, hf: PretrainedConfig, settings: AdaptersConfig) -> None:
@@ -168,11 +170,7 @@ class PeftDirectory:
         ):
             if ours != theirs:
                 self._refuse(f"says {theirs}, and adapters.{name}={ours}; set both alike")
-        wanted = {
-            each.name(side): each.shape_of(side, settings.rank)
-            for each in projections(hf, settings)
-            for side in SIDES
-        }
+        wanted = dict(named for each in adapter_table(hf, settings) for named in each.tensors)
         for name in sorted(wanted.keys() - self.infos.keys()):
             self._refuse(f"has no {name}; set adapters.targets to the projections that it has")
         for name in sorted(self.infos.keys() - wanted.keys()):

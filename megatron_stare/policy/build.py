@@ -409,10 +409,8 @@ def _check_experts(hf: PretrainedConfig, policy: PolicyConfig) -> None:
 
 def _check_stages(hf: PretrainedConfig, policy: PolicyConfig) -> None:
     """Layers over pipeline stages: equal, or given for the first and the last and equal between."""
-    stages, chunks = (
-        policy.pipeline_model_parallel_size,
-        policy.virtual_pipeline_model_parallel_size,
-    )
+    stages = policy.pipeline_model_parallel_size
+    chunks = policy.virtual_pipeline_model_parallel_size
     outer = (policy.num_layers_in_first_pipeline_stage, policy.num_layers_in_last_pipeline_stage)
     given = [count for count in outer if count > 0]
     rest, between = hf.num_hidden_layers - sum(given), stages - len(given)

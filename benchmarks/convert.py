@@ -60,9 +60,9 @@ def make_source(directory: Path, layers: int) -> int:
     sizes = {name: torch.Size(shape).numel() * 2 for name, (shape, _) in shapes.items()}
     layout = hf_files.default_layout(sizes, FILE_BYTES)
     for file in layout.files:
-        infos = hf_files.describe(shapes, file.tensors)
-        tensors = (torch.randn(info.shape, dtype=torch.bfloat16) for info in infos)
-        hf_files.write_file(directory / file.name, tensors, infos, file.metadata)
+        own = {name: shapes[name] for name in file.tensors}
+        tensors = (torch.randn(shape, dtype=dtype) for shape, dtype in own.values())
+        hf_files.write_file(directory / file.name, own, tensors, file.metadata)
     hf_files.write_index(directory, layout, sizes)
     return sum(sizes.values())
 

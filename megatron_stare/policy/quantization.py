@@ -255,10 +255,9 @@ def quantize_blocks(source: Path, target: Path, hf: PretrainedConfig, format_nam
     sizes, files = dict[str, int](), []
     for file in layout.files:
         shapes = dict(_shapes(file.tensors, checkpoint, encoded))
-        infos = hf_files.describe(shapes, tuple(shapes))
         tensors = _tensors(file.tensors, checkpoint, encoded)
-        hf_files.write_file(target / file.name, tensors, infos, file.metadata)
-        sizes |= {info.name: info.end - info.begin for info in infos}
+        hf_files.write_file(target / file.name, shapes, tensors, file.metadata)
+        sizes |= hf_files.sizes_of(shapes)
         files.append(hf_files.FileLayout(file.name, tuple(shapes), file.metadata))
     hf_files.write_index(target, hf_files.DirectoryLayout(tuple(files), layout.index), sizes)
     config = json.loads((source / "config.json").read_text())

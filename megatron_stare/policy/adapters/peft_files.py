@@ -140,8 +140,7 @@ def write(
     table = sorted(adapter_table(hf, settings), key=lambda each: each.hf)
     shapes = {name: (shape, dtype) for each in table for name, shape in each.tensors}
     tensors = (read(each.megatron).to(dtype) for each in table)
-    infos = hf_files.describe(shapes, tuple(shapes))
-    return {WEIGHTS: hf_files.write_file(directory / WEIGHTS, tensors, infos, {"format": "pt"})}
+    return {WEIGHTS: hf_files.write_file(directory / WEIGHTS, shapes, tensors, {"format": "pt"})}
 
 
 class PeftDirectory:

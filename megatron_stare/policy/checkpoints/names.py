@@ -13,12 +13,8 @@ def listed(directory: Path) -> list[Path]:
     """The checkpoints in a run's checkpoints/, oldest first. Other names, such as those of copies,
     are no checkpoints.
     """
-    return sorted(filter(is_checkpoint, directory.glob(f"{STEP}*")), key=step_of)
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether a checkpoint can have this name."""
-    return _NAME.fullmatch(path.name) is not None
+    found = (path for path in directory.glob(f"{STEP}*") if _NAME.fullmatch(path.name))
+    return sorted(found, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:

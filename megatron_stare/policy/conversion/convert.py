@@ -102,19 +102,17 @@ def megatron_to_hf(
         return _dtype(entry, wanted) or reader.dtype(entry.megatron)
 
     parts, shapes = _in_files(table, dtype_of, layout, others)
-    sizes = {
-        name: torch.Size(shape).numel() * kind.itemsize for name, (shape, kind) in shapes.items()
-    }
+    sizes = hf_files.sizes_of(shapes)
     if layout is None or {name for file in layout.files for name in file.tensors} != set(shapes):
         layout = hf_files.default_layout(sizes)
     with _working_directory(source, target, {"to": "hf", "dtype": dtype}) as working:
         journal = manifest.Journal(working)
         for file in layout.files:
             if file.name not in journal.done:
-                infos = hf_files.describe(shapes, file.tensors)
+                own = {name: shapes[name] for name in file.tensors}
                 tensors = _hf_tensors(file.tensors, parts, table, reader, wanted, others)
                 path = working / file.name
-                journal.add(file.name, hf_files.write_file(path, tensors, infos, file.metadata))
+                journal.add(file.name, hf_files.write_file(path, own, tensors, file.metadata))
             advance(sum(sizes[name] for name in file.tensors))
         hf_files.copy_description(source, working)
         (working / hf_files.LAYOUT).unlink(missing_ok=True)
@@ -132,15 +130,12 @@ def megatron_to_peft(source: Path, target: Path, topology: Topology, dtype: str 
     return (target / WEIGHTS).stat().st_size
 
 
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-
 def _in_files(
     table: list[ParameterMapping],
     dtype_of: Callable[[ParameterMapping], torch.dtype],
     layout: hf_files.DirectoryLayout | None,
     others: Checkpoint | None,
-) -> tuple[dict[str, list[str]], Shapes]:
+) -> tuple[dict[str, list[str]], hf_files.Shapes]:
     """An export by the names in its files, which are as in those that it came from: the model's
     tensors of which each tensor consists; and all shapes, with those of the other parts of a
     vision-language model.
@@ -151,7 +146,7 @@ def _in_files(
     else:
         files = layout.files if layout else ()
         names = FileNames.of(name for file in files for name in file.tensors)
-    parts, shapes = names.parts(model), Shapes()
+    parts, shapes = names.parts(model), hf_files.Shapes()
     for stored, own in parts.items():
         shape, dtype = model[own[0]]
         if len(own) > 1:  # of all experts
@@ -333,11 +328,10 @@ def _write_hf(
     parts, shapes = _in_files(
         name_table(model.hf), lambda entry: entry.dtype or dtype, layout, others
     )
-    infos = hf_files.describe(shapes, tuple(shapes))
     carried = (whole[:] for whole in others.carried.values()) if others else ()
     tensors = itertools.chain(_joined(stream, parts), carried)
     with atomic_directory(directory) as temporary:
-        hf_files.write_file(temporary / hf_files.SINGLE, tensors, infos, {"format": "pt"})
+        hf_files.write_file(temporary / hf_files.SINGLE, shapes, tensors, {"format": "pt"})
         hf_files.copy_config(source, temporary)
         hf_files.copy_companions(source, temporary)
         shutil.rmtree(directory, ignore_errors=True)

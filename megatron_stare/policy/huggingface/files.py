@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 import struct
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ COMPANIONS = (
 LAYOUT, INDEX, SINGLE = "hf_layout.json", "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _CODES = {dtype: code for code, dtype in DTYPES.items()} | {torch.float8_e4m3fn: "F8_E4M3"}
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of tensors by name
 
 
 @dataclass(frozen=True)
@@ -190,38 +192,31 @@ def copy_description(source: Path, target: Path) -> None:
         (target / LAYOUT).write_text(json.dumps(dataclasses.asdict(layout)))
 
 
+def sizes_of(shapes: Shapes) -> dict[str, int]:
+    """Bytes of each tensor."""
+    return {name: dtype.itemsize * math.prod(shape) for name, (shape, dtype) in shapes.items()}
+
+
 def write_file(
-    file: Path, tensors: Iterator[Tensor], infos: list[TensorInfo], metadata: dict[str, str]
+    file: Path, shapes: Shapes, tensors: Iterator[Tensor], metadata: dict[str, str]
 ) -> str:
-    """Write a safetensors file, tensor by tensor in the order of `infos`; returns its SHA-256."""
+    """Write a safetensors file, tensor by tensor in the order of `shapes`; returns its SHA-256."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    for info in infos:
-        place = [info.begin, info.end]
-        header[info.name] = {"dtype": info.code, "shape": info.shape, "data_offsets": place}
+    sizes, end = sizes_of(shapes), 0
+    for name, (shape, dtype) in shapes.items():
+        begin, end = end, end + sizes[name]
+        header[name] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     stream = manifest.HashedFile(file)
     stream.write(struct.pack("<Q", len(text)) + text)
-    for info, tensor in zip(infos, tensors, strict=True):
+    for (name, size), tensor in zip(sizes.items(), tensors, strict=True):
         content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-        if len(content) != info.end - info.begin:
-            raise RuntimeError(f"{info.name} has {len(content)} bytes, not {info.end - info.begin}")
+        if len(content) != size:
+            raise RuntimeError(f"{name} has {len(content)} bytes, not {size}")
         stream.write(content)
         del content, tensor
     return stream.close()
-
-
-def describe(
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], names: tuple[str, ...]
-) -> list[TensorInfo]:
-    """Header entries of the named tensors, in this order without gaps."""
-    infos, position = [], 0
-    for name in names:
-        shape, dtype = shapes[name]
-        size = dtype.itemsize * torch.Size(shape).numel()
-        infos.append(TensorInfo(name, _CODES[dtype], shape, position, position + size))
-        position += size
-    return infos
 
 
 def write_index(directory: Path, layout: DirectoryLayout, sizes: dict[str, int]) -> None:

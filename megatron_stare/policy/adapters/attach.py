@@ -198,27 +198,17 @@ class AdaptedWeights:
     def adapters(self) -> list[tuple[str, Tensor]]:
         """The adapters alone. Collective."""
         base = self.base
-        return whole_adapters(base.chunks, base.hf, self.settings, base.topology)
+        shards = {
+            f"adapters.{name}": parameter.detach
+            for chunk in base.chunks
+            for name, parameter in chunk.adapters.named_parameters()  # type: ignore[union-attr]
+        }
+        table, like = adapter_table(base.hf, self.settings), next(base.chunks[0].parameters())
+        return list(whole_tensors(table, shards, like, base.topology))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.base
         yield from self.adapters()
-
-
-def whole_adapters(
-    chunks: list[Any], hf: PretrainedConfig, settings: AdaptersConfig, topology: Topology
-) -> list[tuple[str, Tensor]]:
-    """(PEFT's name, whole A or B) of all adapters of a model without experts, on every rank.
-    Collective.
-    """
-    shards = {
-        f"adapters.{name}": parameter.detach
-        for chunk in chunks
-        for name, parameter in chunk.adapters.named_parameters()
-    }
-    return list(
-        whole_tensors(adapter_table(hf, settings), shards, next(chunks[0].parameters()), topology)
-    )
 
 
 def merge_metrics(chunks: list[Any], topology: Topology) -> dict[str, float]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_stare.config import AdaptersConfig, PolicyConfig, UserError
 from megatron_stare.policy import build, model_state
-from megatron_stare.policy.adapters.attach import check, whole_adapters
+from megatron_stare.policy.adapters.attach import AdaptedWeights, check
 from megatron_stare.policy.adapters.peft_files import SIDES, projections
 from megatron_stare.policy.checkpoints import actor_state
 from tests.distributed import run_distributed
@@ -85,12 +85,12 @@ def test_a_checkpoint_of_adapters_loads_under_every_layout(
 def gathered(
     rank: int, world_size: int, folder: str, names: tuple[str, ...]
 ) -> dict[str, dict[str, Tensor]]:
-    """`whole_adapters` of the checkpoint under each layout; on one rank, the parameters too."""
+    """All adapters of the checkpoint under each layout; on one rank, the parameters too."""
     found = {}
     for name in names:
         actor = actor_of(Path(folder) / "model", "bf16", (RANK, *OTHERS.get(name, ())))
         actor_state.into_actor(actor, Path(folder) / "checkpoint")
-        found[name] = dict(whole_adapters(actor.chunks, actor.hf, actor.adapters, actor.topology))
+        found[name] = dict(AdaptedWeights(actor.weights(), actor.adapters).adapters())
         if world_size == 1:
             own = dict(actor.chunks[0].named_parameters())
             every = projections(actor.hf, actor.adapters)

@@ -20,7 +20,7 @@ from megatron_stare.config import Config, EngineError, UserError, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
-from megatron_stare.policy.adapters.attach import adapters_of, whole_adapters
+from megatron_stare.policy.adapters.attach import AdaptedWeights, adapters_of
 from megatron_stare.policy.conversion.convert import export_hf
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
@@ -173,9 +173,7 @@ def test_adapters_that_arrive_wrong_are_refused(served: Served) -> None:
     """SGLang compares their checksums: the server ends, and a new one gets all of them again."""
     pool, sync = served.engine.pool, served.engine._sync
     assert pool is not None
-    tensors = whole_adapters(
-        served.model.chunks, served.model.hf, served.model.adapters, served.model.topology
-    )
+    tensors = AdaptedWeights(served.model.weights(), served.model.adapters).adapters()
     wrong = [(name, each.clone()) for name, each in tensors]
     wrong[3][1].view(torch.int32)[0, 0].bitwise_xor_(1)
     digests = weight_sync.digest

@@ -273,7 +273,7 @@ def _shapes(
         if name in encoded:
             blocks = tuple(-(-size // block_fp8.BLOCK) for size in info.shape)
             yield name, (info.shape, torch.float8_e4m3fn)
-            yield f"{name}_scale_inv", (blocks, torch.float32)
+            yield f"{name}{block_fp8.SCALE}", (blocks, torch.float32)
         else:
             yield name, (info.shape, hf_files.DTYPES[info.code])
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
+SCALE = "_scale_inv"  # follows the name of a matrix in that of its scales
 LARGEST = 448.0  # of E4M3
 _LEAST_EXPONENT = -100  # below it s times the least E4M3 number would leave bf16's range
 

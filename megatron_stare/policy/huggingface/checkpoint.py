@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatron_stare.config import UserError
-from megatron_stare.policy.huggingface.block_fp8 import BLOCK, decode
+from megatron_stare.policy.huggingface.block_fp8 import BLOCK, SCALE, decode
 from megatron_stare.policy.huggingface.families import (
     FAMILIES,
     VISION_LANGUAGE,
@@ -41,7 +41,7 @@ _MATRICES = {"gate_up": ("gate", "up"), "down": ("down",)}  # of one expert, one
 # Buffers that old checkpoints carry and no model needs.
 _DERIVED = ("rotary_emb.inv_freq",)
 _COMPARED_ROWS = 4096
-_BLOCKS, _SCALE = "F8_E4M3", "_scale_inv"  # codes of block_fp8.py, and what follows their name
+_BLOCKS = "F8_E4M3"  # the codes of block_fp8.py
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Checkpoint:
         plain = self.tensors[name]
         if plain.info.code != _BLOCKS:
             return plain
-        return StoredBlocks(plain, self.tensors[f"{name}{_SCALE}"], shape)
+        return StoredBlocks(plain, self.tensors[f"{name}{SCALE}"], shape)
 
     def shard(self, entry: ParameterMapping, tensor_size: int = 1, rank: int = 0) -> Tensor:
         """Megatron's shard of a parameter, of whose tensors no more is read. UserError as in
@@ -209,13 +209,13 @@ class Checkpoint:
     @property
     def scales(self) -> set[str]:
         """The names that the scales of matrices in blocks have."""
-        return {f"{name}{_SCALE}" for name, own in self.tensors.items() if own.info.code == _BLOCKS}
+        return {f"{name}{SCALE}" for name, own in self.tensors.items() if own.info.code == _BLOCKS}
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """UserError as in `read`, and for a dtype that is not a plain floating-point one, nor E4M3
         with scales of its blocks.
         """
-        if name not in self.tensors and name.endswith(_SCALE):
+        if name not in self.tensors and name.endswith(SCALE):
             raise UserError(
                 f"{self.directory}: tensor {name} is missing, the scales of a matrix in F8_E4M3; "
                 "take a whole FP8 block checkpoint, or take the unquantised weights"
@@ -232,7 +232,7 @@ class Checkpoint:
                 "correct config.json or take the weights that belong to it"
             )
         if info.code == _BLOCKS and len(shape) == 2:
-            self.check(f"{name}{_SCALE}", tuple(-(-size // BLOCK) for size in shape))
+            self.check(f"{name}{SCALE}", tuple(-(-size // BLOCK) for size in shape))
         elif info.code not in DTYPES:
             raise UserError(
                 f"{file}: {name} has dtype {info.code}, not one of {', '.join(DTYPES)}; take the "

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from megatron_stare.config import PolicyConfig, UserError
-from megatron_stare.policy.huggingface.block_fp8 import BLOCK, decode, encode, rounded
+from megatron_stare.policy.huggingface.block_fp8 import BLOCK, SCALE, decode, encode, rounded
 from megatron_stare.policy.huggingface.families import (
     has_delta_nets,
     megatron_fields,
@@ -36,7 +36,6 @@ from megatron_stare.policy.huggingface.names import ParameterMapping, name_table
 from megatron_stare.policy.huggingface.weights import named_parameters
 from megatron_stare.policy.topology import expert_tensor_size
 
-SCALE = "_scale_inv"  # after the name of a matrix
 EXPERTS_ONLY = "fp8_experts"  # the value of policy.weight_quantization
 
 

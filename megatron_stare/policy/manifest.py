@@ -60,7 +60,7 @@ class Journal:
             try:
                 entry = json.loads(line)
                 name, digest = entry["file"], entry["sha256"]
-            except (ValueError, KeyError):
+            except (ValueError, KeyError, TypeError):
                 continue  # torn by the kill: that file is written again
             if not damages(directory, {name: digest}, [name]):
                 self.done[name] = entry

@@ -112,15 +112,13 @@ def operations(hf: PretrainedConfig) -> Iterator[Operation]:
     yield Operation("embedding", "model.embed_tokens", "embedding")
     for layer, is_sparse in enumerate(sparse_layers(hf)):
         theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
-        for each in (
-            *(_INPUT_NORM, *_attention(fields, layer)),
-            *(_SECOND_NORM, *(_EXPERTS if is_sparse else _MLP)),
-        ):
-            cached = f"{_CACHE}{layer}"
+        feed_forward = _EXPERTS if is_sparse else _MLP
+        for each in (_INPUT_NORM, *_attention(fields, layer), _SECOND_NORM, *feed_forward):
+            is_cached = each.theirs == _CACHE
             yield dataclasses.replace(
                 each,
                 name=f"layer {layer}: {each.name}",
-                theirs=cached if each.theirs == _CACHE else f"{theirs}.{each.theirs}",
+                theirs=f"{_CACHE}{layer}" if is_cached else f"{theirs}.{each.theirs}",
                 ours=f"{ours}.{each.ours}",
             )
         yield Operation(f"layer {layer}: output", theirs, ours)

@@ -92,15 +92,11 @@ def build_model(
         first = topology.pipeline_rank == 0 and virtual_stage == 0
         last = topology.is_last_stage and virtual_stage == topology.virtual_size - 1
         numbered = virtual_stage if topology.virtual_size > 1 else None
+        block = _layer_specs(config, policy, topology, numbered, local=device is not None)
         with device or contextlib.nullcontext():
             chunk = GPTModel(
                 config=config,
-                transformer_layer_spec=_with_delta_nets(
-                    _layer_specs(
-                        config, topology, numbered, device is not None, policy.shared_prompts
-                    ),
-                    *(config, policy, topology, numbered),
-                ),
+                transformer_layer_spec=_with_delta_nets(block, config, policy, topology, numbered),
                 vocab_size=padded_vocab_size(hf, topology.tensor_size),
                 max_sequence_length=hf.max_position_embeddings,
                 pre_process=first,
@@ -233,11 +229,7 @@ def _has_transformer_engine() -> bool:
 
 
 def _layer_specs(
-    config: Any,
-    topology: Topology,
-    virtual_stage: int | None,
-    local: bool,
-    shared_prompts: bool = False,
+    config: Any, policy: PolicyConfig, topology: Topology, stage: int | None, local: bool
 ) -> Any:
     """TransformerEngine's layers where it and CUDA are there, with its attention or, for shared
     prompts, ours; else Megatron's local ones with our attention.
@@ -251,7 +243,7 @@ def _layer_specs(
         config,
         use_transformer_engine=transformer_engine,
         normalization="RMSNorm",
-        vp_stage=virtual_stage,
+        vp_stage=stage,
         pp_rank=topology.pipeline_rank,
     )
     if config.multi_latent_attention:
@@ -261,7 +253,7 @@ def _layer_specs(
             spec.submodules.self_attention.module = LatentAttention
     from megatron_stare.policy.cpu_layers.attention import CoreAttention, RMSNorm
 
-    for spec in block.layer_specs if shared_prompts or not transformer_engine else ():
+    for spec in block.layer_specs if policy.shared_prompts or not transformer_engine else ():
         spec.submodules.self_attention.submodules.core_attention = CoreAttention
     if transformer_engine:
         return block

@@ -99,7 +99,7 @@ def hybrid_chunks(hf: Any, policy: Any, topology: Topology) -> list[nn.Module]:
     )
 
     config = build.transformer_config(hf, policy, topology)
-    (layer, *_) = build._layer_specs(config, topology, None, local=True).layer_specs
+    (layer, *_) = build._layer_specs(config, policy, topology, None, local=True).layer_specs
     own = layer.submodules
     attention = TransformerLayerSubmodules(
         input_layernorm=own.input_layernorm,

@@ -34,6 +34,7 @@ from megatron_stare.policy.huggingface.checkpoint import (
 from megatron_stare.policy.huggingface.names import (
     ParameterMapping,
     from_shards,
+    joined,
     name_table,
 )
 from megatron_stare.policy.model import PolicyModel
@@ -235,12 +236,7 @@ def _hf_tensors(
         if others and one in others.carried:
             yield others.carried[one][:]
         else:
-            yield _whole([tensor_of(name) for name in parts[one]])
-
-
-def _whole(parts: list[Tensor]) -> Tensor:
-    """The bytes of all parts in order; a single part is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+            yield joined([tensor_of(name) for name in parts[one]])
 
 
 def _dtype(entry: ParameterMapping, wanted: torch.dtype | None) -> torch.dtype | None:
@@ -329,7 +325,7 @@ def _write_hf(
         name_table(model.hf), lambda entry: entry.dtype or dtype, layout, others
     )
     carried = (whole[:] for whole in others.carried.values()) if others else ()
-    tensors = itertools.chain(_joined(stream, parts), carried)
+    tensors = itertools.chain(_from_stream(stream, parts), carried)
     with atomic_directory(directory) as temporary:
         hf_files.write_file(temporary / hf_files.SINGLE, shapes, tensors, {"format": "pt"})
         hf_files.copy_config(source, temporary)
@@ -337,7 +333,9 @@ def _write_hf(
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _joined(stream: Iterator[tuple[str, Tensor]], parts: dict[str, list[str]]) -> Iterator[Tensor]:
+def _from_stream(
+    stream: Iterator[tuple[str, Tensor]], parts: dict[str, list[str]]
+) -> Iterator[Tensor]:
     """The tensors of the files, from those of the model in the order of its name table."""
     stored_of = {name: stored for stored, names in parts.items() for name in names}
     held: dict[str, list[Tensor]] = {}
@@ -346,4 +344,4 @@ def _joined(stream: Iterator[tuple[str, Tensor]], parts: dict[str, list[str]]) -
         found = held.setdefault(stored, [])
         found.append(tensor.cpu())
         if len(found) == len(parts[stored]):
-            yield _whole(held.pop(stored))
+            yield joined(held.pop(stored))

@@ -32,6 +32,7 @@ from transformers import PretrainedConfig
 
 from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.policy import build, manifest, model_state
+from megatron_stare.policy.huggingface.names import joined
 from megatron_stare.policy.topology import Topology
 
 
@@ -121,9 +122,7 @@ class CheckpointReader:
 
     def read(self, name: str) -> Tensor:
         """The whole parameter, vocabulary padding not included."""
-        slots = self.places.slots[name]
-        pieces = [self._read(slot) for slot in slots]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return joined([self._read(slot) for slot in self.places.slots[name]])
 
     def _read(self, slot: Slot) -> Tensor:
         entry = self._entry(slot)

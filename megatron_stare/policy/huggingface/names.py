@@ -308,14 +308,14 @@ def from_shards(entry: ParameterMapping, shards: list[Tensor]) -> list[Tensor]:
     if entry.layout == "replicated":
         return [shards[0]]
     if entry.layout == "vocab":
-        return [_joined(shards, dim=0)[: entry.shapes[0][0]]]
+        return [joined(shards)[: entry.shapes[0][0]]]
     if entry.layout == "columns":
-        return [_joined(shards, dim=1)]
+        return [joined(shards, dim=1)]
     if entry.layout == "rows":
         heights = [height // len(shards) for part in entry.parts() for height in part]
         stacked = [shard.split(heights) for shard in shards]
-        parts = iter([_joined(list(part), dim=0) for part in zip(*stacked, strict=True)])
-        return [_joined([next(parts) for _ in part], dim=0) for part in entry.parts()]
+        parts = iter([joined(list(part)) for part in zip(*stacked, strict=True)])
+        return [joined([next(parts) for _ in part]) for part in entry.parts()]
     local = entry.groups // len(shards)
     by_group = torch.cat([shard.unflatten(0, (local, -1)) for shard in shards])
     widths = [shape[0] // entry.groups for shape in entry.shapes]
@@ -335,7 +335,7 @@ def _swapped(part: Tensor, outer: int, inner: int) -> Tensor:
     return part.unflatten(1, (outer, inner, -1)).transpose(1, 2).flatten(1, 3)
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
+def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
     """The parts as one tensor; a single part is not copied,
     for it may be the largest tensor there is.
     """

@@ -95,9 +95,12 @@ def pack(
             "policy.on_long_sequence=own_micro_batch, or lower "
             "rollout.rollout_max_response_len or data.rollout_max_prompt_len"
         )
-    evened, shared = _assigned(
-        trained, length_n, topology, alignment, hidden_size, policy.shared_prompts
-    )
+    units = [[number] for number in range(len(trained))]
+    if policy.shared_prompts:
+        units = _units(trained, length_n, alignment.room)
+    shared = {n: trained[n].group.prompt_length for unit in units for n in unit[1:]}
+    own_n = length_n - numpy.array([shared.get(n, 0) for n in range(len(trained))], numpy.int64)
+    evened = _assigned(units, own_n, topology, alignment, hidden_size)
     mine = evened[topology.data_rank]
     replayed = routing if policy.routing_replay == "rollout" else None
     there = _fetched(trained, evened, length_n, topology, alignment, replayed)
@@ -114,47 +117,41 @@ def pack(
 
 
 def _assigned(
-    trained: Sequence[TrainedSequence],
-    length_n: numpy.ndarray,
+    units: Sequence[list[int]],
+    own_n: numpy.ndarray,
     topology: Topology,
     alignment: Alignment,
     hidden_size: int,
-    shared_prompts: bool,
-) -> tuple[list[list[list[int]]], dict[int, int]]:
-    """The sequence numbers of each data rank's micro-batches, and the number of the first positions
-    that a sequence leaves to an earlier one.
+) -> list[list[list[int]]]:
+    """The sequence numbers of each data rank's micro-batches. A unit is not divided; `own_n`: the
+    positions that each sequence does not leave to an earlier one of its unit.
     """
-    units = _units(trained, length_n, alignment.room, shared_prompts)
-    shared = {n: trained[n].group.prompt_length for unit in units for n in unit[1:]}
-    rows_u = numpy.array(
-        [sum(length_n[n] - shared.get(n, 0) for n in unit) for unit in units], numpy.int64
-    )
+    rows_u = numpy.array([own_n[unit].sum() for unit in units], numpy.int64)
     shares = _balanced(numpy.arange(len(units)), rows_u, topology.data_size, hidden_size)
     split = [_split(share, rows_u, alignment) for share in shares]
     count = max(len(batches) for batches in split)
     if topology.virtual_size > 1:  # the interleaved schedule goes round the stages in whole turns
         count = -(-count // topology.pipeline_size) * topology.pipeline_size
-    evened = [
+    return [
         [
             [number for unit in batch for number in units[unit]]
             for batch in _evened(batches, rows_u, count, hidden_size, alignment)
         ]
         for batches in split
     ]
-    return evened, shared
 
 
 def _units(
-    trained: Sequence[TrainedSequence], length_n: numpy.ndarray, room: int, shared: bool
+    trained: Sequence[TrainedSequence], length_n: numpy.ndarray, room: int
 ) -> list[list[int]]:
-    """The sequences as runs that go into one micro-batch: with `shared` prompts those of a group,
-    as many as there is room for, of which the first holds the prompt; else each alone.
+    """The sequences as runs that go into one micro-batch: those of a group, as many as there is
+    room for, of which the first holds the prompt.
     """
     units: list[list[int]] = []
     rows = 0
     for number, each in enumerate(trained):
         own = int(length_n[number]) - each.group.prompt_length
-        if shared and units and trained[units[-1][0]].group is each.group and rows + own <= room:
+        if units and trained[units[-1][0]].group is each.group and rows + own <= room:
             units[-1].append(number)
             rows += own
         else:

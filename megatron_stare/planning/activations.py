@@ -184,12 +184,10 @@ def stage_bytes(
     sizes: Sizes,
     *,
     transformer_engine: bool,
-    tokens: float | None = None,
 ) -> float:
-    """The most that a rank keeps at a time, with micro-batches of `tokens` tokens on it, by default
-    policy.max_tokens_per_gpu: context parallelism is in that already.
+    """The most that a rank keeps at a time, with micro-batches of policy.max_tokens_per_gpu tokens
+    on it: context parallelism is in that already.
     """
-    held = policy.max_tokens_per_gpu if tokens is None else tokens
     layer = layer_bytes(shape, policy, sizes, transformer_engine)
     whole = counts.dense_layers * layer.dense + counts.sparse_layers * layer.sparse
     whole += counts.delta_layers * layer.delta
@@ -204,4 +202,4 @@ def stage_bytes(
         more = max(layer.delta, 0.0) if counts.delta_layers else 0.0
         dense, sparse = layer.dense + more, layer.sparse + more
     again = max(sparse if counts.sparse_layers else 0.0, dense if counts.dense_layers else 0.0)
-    return held * (whole * counts.in_flight + max(again, last) + ids)
+    return policy.max_tokens_per_gpu * (whole * counts.in_flight + max(again, last) + ids)

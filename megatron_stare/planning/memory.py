@@ -105,7 +105,6 @@ def rank_memory(
     config: Config,
     sizes: Sizes,
     machine: Machine,
-    transformer_engine: bool = True,
     reference: int = 0,
 ) -> RankMemory:
     """One rank of a stage, at policy.max_tokens_per_gpu tokens in every micro-batch. `reference`:
@@ -117,7 +116,7 @@ def rank_memory(
     weights, gradients = size * (counts.parameters + added), 4 * trained.parameters
     scoring = size * reference
     optimizer = optimizer_bytes(trained, policy, sizes)
-    activations = stage_bytes(counts, shape, policy, sizes, transformer_engine=transformer_engine)
+    activations = stage_bytes(counts, shape, policy, sizes, transformer_engine=True)
     head = 0.0
     if counts.is_last:
         head = head_bytes(

@@ -30,20 +30,8 @@ from megatron_stare.planning.tables import (
 )
 from megatron_stare.recipes import CLUSTERS, RECIPES, Cluster, find_recipe
 
-# Where each model is published.
-ORIGIN = {
-    "Qwen2.5-Math-1.5B": "Qwen",
-    "Qwen2.5-Math-7B": "Qwen",
-    "Qwen2.5-7B": "Qwen",
-    "Qwen2.5-14B-Instruct": "Qwen",
-    "Qwen2.5-32B": "Qwen",
-    "DeepSeek-R1-Distill-Qwen-1.5B": "deepseek-ai",
-    "Qwen3-8B": "Qwen",
-    "Qwen3-32B": "Qwen",
-    "Qwen3-30B-A3B": "Qwen",
-    "GLM-4.7-Flash": "zai-org",
-    "Moonlight-16B-A3B-Instruct": "moonshotai",
-}
+# The organisation that publishes a model, by the beginning of the model's name.
+ORIGIN = {"Qwen": "Qwen", "DeepSeek": "deepseek-ai", "GLM": "zai-org", "Moonlight": "moonshotai"}
 SETTINGS = ("short_cot", "long_cot", "tool_use")
 PAGES = ("recipes.md", "scale.md")
 SCALED = "long_cot_32b"
@@ -138,6 +126,7 @@ def _wrapped(command: str) -> str:
 def commands(name: str, config: Config, cluster: Cluster) -> list[str]:
     """The commands from download to an evaluated checkpoint, one a line."""
     model = Path(config.policy.hf_checkpoint).name
+    origin = next(own for beginning, own in ORIGIN.items() if model.startswith(beginning))
     run = config.run.dir + ("/seed0/stare" if config.compare.arms else "")
     cold = " cold_start.data=conversations.jsonl" if config.compare.arms else ""
     nodes = -(-cluster.trainer_gpus // 8)
@@ -156,7 +145,7 @@ def commands(name: str, config: Config, cluster: Cluster) -> list[str]:
         ]
         where = f"'sglang.urls=[{','.join(_urls(config, cluster))}]'"
     return [
-        f"hf download {ORIGIN[model]}/{model} --local-dir {config.policy.hf_checkpoint}",
+        f"hf download {origin}/{model} --local-dir {config.policy.hf_checkpoint}",
         f"python -m megatron_stare doctor {name}",
         f"python -m megatron_stare plan {name}",
         *serve,
@@ -183,19 +172,10 @@ def _by_gpus() -> list[tuple[str, ...]]:
     a batch that grows with the GPUs.
     """
     head = (
-        *(
-            "GPUs",
-            "layout",
-            "peak GiB (u)",
-            "train s (c)",
-            "sample s (c)",
-            "sync s (c)",
-            "step s (c)",
-            "MFU (c)",
-        ),
-        *("step s (c), 8 sequences a GPU", "MFU (c)", "host GiB a node (u)"),
+        "GPUs | layout | peak GiB (u) | train s (c) | sample s (c) | sync s (c) | step s (c) | "
+        "MFU (c) | step s (c), 8 sequences a GPU | MFU (c) | host GiB a node (u)"
     )
-    rows: list[tuple[str, ...]] = [head]
+    rows: list[tuple[str, ...]] = [tuple(head.split(" | "))]
     for gpus in GPUS:
         plan = _scaled(gpus, 512)
         grown = _scaled(gpus, 8 * gpus)
@@ -245,19 +225,11 @@ def _by_tokens() -> list[tuple[str, ...]]:
     """The 32B model on 64 + 64 GPUs by response length: the smallest context-parallel size that
     fits, and a rank's memory without context parallelism.
     """
-    rows: list[tuple[str, ...]] = [
-        (
-            *(
-                "response",
-                "CP",
-                "peak GiB (u)",
-                "peak GiB at CP1 (u)",
-                "train s (c)",
-                "sample s (c)",
-            ),
-            *("sequences a server (u)", "logits not kept GiB (u)"),
-        )
-    ]
+    head = (
+        "response | CP | peak GiB (u) | peak GiB at CP1 (u) | train s (c) | sample s (c) | "
+        "sequences a server (u) | logits not kept GiB (u)"
+    )
+    rows: list[tuple[str, ...]] = [tuple(head.split(" | "))]
     for tokens in TOKENS:
         plans = {context: _longer(tokens, context) for context in (1, 2, 4, 8)}
         fitting = [context for context, plan in plans.items() if not plan.faults]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -71,72 +72,58 @@ def changes(config: Config, plan: RunPlan) -> list[str]:
 
 
 def _layouts(config: Config, most: int, machine: Machine) -> Iterator[tuple[PolicyConfig, int]]:
+    """Every layout that divides the model, and its number of GPUs."""
     shape = shape_of(model_shape(config.policy.hf_checkpoint))
-    longest = config.longest_sequence
-    for tensor in _powers(machine.gpus_per_node):
-        if shape.heads % tensor or shape.key_heads % tensor or shape.intermediate % tensor:
-            continue
-        for pipeline in _powers(min(MOST_PIPELINE, shape.layers)):
-            if shape.layers % pipeline:
-                continue
-            for context in _powers(MOST_CONTEXT):
-                for expert in _expert_sizes(shape):
-                    for gpus in _powers(most):
-                        if gpus % (tensor * pipeline * context) or gpus % (expert * pipeline):
-                            continue
-                        yield from (
-                            (policy, gpus)
-                            for policy in _variants(
-                                config.policy, shape, tensor, pipeline, context, expert, longest
-                            )
-                        )
-
-
-def _variants(
-    policy: PolicyConfig,
-    shape: Shape,
-    tensor: int,
-    pipeline: int,
-    context: int,
-    expert: int,
-    longest: int,
-) -> Iterator[PolicyConfig]:
-    whole = math.lcm(2 * context, tensor * context)
+    divided = (shape.heads, shape.key_heads, shape.intermediate)
     dense = shape.layers > shape.sparse_layers
     modules = ",".join(["mlp"] * dense + ["moe"] * (shape.sparse_layers > 0))
-    for recompute in ("none", "selective", "full"):
-        for sequences in (1, 2):
-            budget = -(-sequences * longest // whole) * whole // context
-            yield dataclasses.replace(
-                policy,
-                tensor_model_parallel_size=tensor,
-                pipeline_model_parallel_size=pipeline,
-                virtual_pipeline_model_parallel_size=1,
-                num_layers_in_first_pipeline_stage=0,
-                num_layers_in_last_pipeline_stage=0,
-                context_parallel_size=context,
-                expert_model_parallel_size=expert,
-                expert_tensor_parallel_size=1 if expert > 1 else 0,
-                sequence_parallel=tensor > 1,
-                use_distributed_optimizer=True,
-                recompute_granularity=recompute,
-                recompute_modules=modules if recompute == "selective" else "core_attn",
-                max_tokens_per_gpu=budget,
-            )
+    for tensor, pipeline, context, expert, gpus in itertools.product(
+        _powers(machine.gpus_per_node),
+        _powers(min(MOST_PIPELINE, shape.layers)),
+        _powers(MOST_CONTEXT),
+        _expert_sizes(shape),
+        _powers(most),
+    ):
+        if any(size % tensor for size in divided) or shape.layers % pipeline:
+            continue
+        if gpus % (tensor * pipeline * context) or gpus % (expert * pipeline):
+            continue
+        policy = dataclasses.replace(
+            config.policy,
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            virtual_pipeline_model_parallel_size=1,
+            num_layers_in_first_pipeline_stage=0,
+            num_layers_in_last_pipeline_stage=0,
+            context_parallel_size=context,
+            expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=1 if expert > 1 else 0,
+            sequence_parallel=tensor > 1,
+            use_distributed_optimizer=True,
+        )
+        whole = math.lcm(2 * context, tensor * context)
+        for granularity in ("none", "selective", "full"):
+            again = modules if granularity == "selective" else "core_attn"
+            for sequences in (1, 2):
+                budget = -(-sequences * config.longest_sequence // whole) * whole // context
+                tried = dataclasses.replace(
+                    policy,
+                    recompute_granularity=granularity,
+                    recompute_modules=again,
+                    max_tokens_per_gpu=budget,
+                )
+                yield tried, gpus
 
 
 def _expert_sizes(shape: Shape) -> list[int]:
     if not shape.experts:
         return [1]
-    sizes = list(_powers(shape.experts))
-    return [size for size in sizes if size >= SMALLEST_EXPERT_GROUP and size <= 16]
+    return [size for size in _powers(min(16, shape.experts)) if size >= SMALLEST_EXPERT_GROUP]
 
 
-def _powers(most: int) -> Iterator[int]:
-    power = 1
-    while power <= most:
-        yield power
-        power *= 2
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [1 << power for power in range(most.bit_length())]
 
 
 def stage_counts_alike(config: Config, policy: PolicyConfig) -> tuple[RankCounts, ...]:

@@ -59,7 +59,7 @@ def write_run(
     about `length` tokens, made of `texts`.
     """
     rng = random.Random(f"{loss}{seed}")
-    with Logbook(directory, resume_from_step=-1) as book:
+    with Logbook(directory) as book:
         for step in range(1, steps + 1):
             row = _row(rng, step, steps, loss)
             if evaluations and step % max(1, steps // 10) == 0:

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_stare.config import UserError
+from megatron_stare.reporting.logbook import read_rows
 from megatron_stare.system import atomic_write
 
 NAME = "alarms.jsonl"
@@ -37,16 +37,7 @@ def read_alarms(directory: Path) -> list[Alarm]:
     names any other line that is not an alarm.
     """
     path = Path(directory) / NAME
-    lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    found = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            if line.strip():
-                found.append(Alarm(**json.loads(line)))
-        except (ValueError, TypeError):
-            if number < len(lines):
-                raise UserError(f"{path}:{number}: no alarm; remove the line") from None
-    return found
+    return read_rows(path, lambda row: Alarm(**row), "no alarm") if path.is_file() else []
 
 
 def cut(directory: Path, step: int) -> None:

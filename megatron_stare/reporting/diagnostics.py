@@ -17,12 +17,12 @@ import gzip
 import json
 import math
 import re
-import types
-import typing
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import SkipValidation, TypeAdapter
 
 from megatron_stare.config import UserError
 from megatron_stare.system import atomic_write
@@ -30,6 +30,8 @@ from megatron_stare.system import atomic_write
 VERSION = 1
 DIRECTORY = "diagnostics"
 _NAME = re.compile(r"step_(\d{8,})\.json\.gz")
+Text = Annotated[str, SkipValidation]  # half a surrogate pair of the data is allowed
+Number = Annotated[float, SkipValidation]  # null in a file: it was not finite
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Tally:
     """Number of loss tokens per bin, and their predicted changes of entropy."""
 
     count: list[int]
-    change: list[float]
-    plain_change: list[float]
+    change: list[Number]
+    plain_change: list[Number]
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class PositionBins:
 
     edges: list[int]
     count: list[int]
-    change: list[float]
+    change: list[Number]
     entropy: list[float | None]
     surprisal: list[float | None]
     # sum (s - H) / sqrt(sum Var s): N(0, 1) if the engine samples from the policy
@@ -84,8 +86,8 @@ class Quadrant:
     """Tokens of one sign of A and of g, and their predicted changes of entropy."""
 
     count: int
-    change: float
-    plain_change: float
+    change: Number
+    plain_change: Number
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,10 @@ class TokenRow:
     """One id of the vocabulary among the tokens of a table."""
 
     id: int
-    text: str
+    text: Text
     count: int
-    change: float  # sum
-    surprisal: float  # mean
+    change: Number  # sum
+    surprisal: Number  # mean
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,11 @@ class SampledRollout:
     verdict: str
     finish_reason: str  # completed | truncated | aborted
     versions: list[int]  # of the weights that sampled the oldest and the newest token
-    prompt: str
-    label: str
+    prompt: Text
+    label: Text
     advantage: float | None
     # Pieces of the decoded response; empty if a character's bytes continue in the next token.
-    text: list[str]
+    text: list[Text]
     loss_mask: list[int]
     surprisal: list[float | None]
     entropy: list[float | None]
@@ -155,7 +157,7 @@ class Diagnostics(Tables):
     """One step; values that the loss does not have are null."""
 
     step: int
-    entropy: float
+    entropy: Number
     target_entropy: float | None
     gate: bool | None
     weight_w: float | None  # W on L+
@@ -165,6 +167,9 @@ class Diagnostics(Tables):
     # in H) or weights (coefficient, weight and A g, for losses that read whole distributions).
     predicts: str
     rollouts: list[SampledRollout] = field(default_factory=list)
+
+
+_READER = TypeAdapter(Diagnostics)
 
 
 def path_of(directory: Path, step: int) -> Path:
@@ -208,7 +213,7 @@ def read(directory: Path, step: int) -> Diagnostics:
                 f"{path}: version {tree['version']}, and this program reads up to {VERSION}; "
                 "update it"
             )
-        made: Diagnostics = _built(Diagnostics, tree)
+        return _READER.validate_python(tree)
     except FileNotFoundError:
         raise UserError(
             f"{path} does not exist; diagnostics.interval says which steps have one"
@@ -217,21 +222,3 @@ def read(directory: Path, step: int) -> Diagnostics:
         raise UserError(
             f"{path}: torn or no diagnostics ({type(error).__name__}: {error}); remove it"
         ) from None
-    return made
-
-
-def _built(kind: Any, value: Any) -> Any:
-    """Invert dataclasses.asdict. KeyError, TypeError: `value` is not such a tree."""
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        known = [each.name for each in dataclasses.fields(kind)]
-        fields = {name: _built(hints[name], value[name]) for name in known if name in value}
-        return typing.cast(Any, kind)(**fields)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is list:
-        if arguments[0] in (int, float, str) or typing.get_origin(arguments[0]) is types.UnionType:
-            return [*value]
-        return [_built(arguments[0], each) for each in value]
-    if origin is dict:
-        return {key: _built(arguments[1], each) for key, each in value.items()}
-    return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 # Two-sided 95% quantiles of Student's t for 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook,
@@ -33,12 +34,10 @@ def mean_and_interval(values: Sequence[float]) -> Interval:
     if not values:
         raise ValueError("an interval needs at least one value")
     count = len(values)
-    mean = math.fsum(values) / count
     if count == 1:
-        return Interval(mean, None)
-    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
+        return Interval(float(values[0]), None)
     quantile = T_975[count - 2] if count - 2 < len(T_975) else 1.960
-    return Interval(mean, quantile * deviation / math.sqrt(count))
+    return Interval(fmean(values), quantile * stdev(values) / math.sqrt(count))
 
 
 def combine_seeds(

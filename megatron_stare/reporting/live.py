@@ -11,11 +11,11 @@ Evaluations are rarer than steps: a row of several runs keeps the last one's avg
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-from megatron_stare.reporting.bars import SHOWN, Bar, progress, rich_progress
+from megatron_stare.reporting.bars import SHOWN, progress, rich_progress
 from megatron_stare.reporting.problem_scores import average_keys
 
 NEWEST = 8  # rows of a single run
@@ -36,11 +36,24 @@ COLUMNS = (
 Row = Mapping[str, Any]
 
 
-class Live(Protocol):
-    """The display that `training` yields."""
+class Live:
+    """The display that `training` yields. `show` draws the newest rows: of a single run, or one of
+    each of several runs.
+    """
+
+    def __init__(self, show: Callable[[list[Row], bool], None]) -> None:
+        self._show, self._rows, self._runs = show, list[Row](), dict[str, Row]()
 
     def step(self, metrics: Row, run: str = "") -> None:
         """Show a finished step's metrics, as in the logbook; `run` names one of several runs."""
+        if not run:
+            self._rows = [*self._rows, metrics][-NEWEST:]
+            self._show(self._rows, False)
+            return
+        before = self._runs.get(run, {})
+        last = {key: before[key] for key in average_keys(before)}
+        self._runs[run] = last | {**metrics, "run": run}
+        self._show(list(self._runs.values()), True)
 
 
 @contextmanager
@@ -53,7 +66,7 @@ def training(
     output = sys.stderr if stream is None else stream
     if not (enabled and output.isatty()):
         with progress(name, total, completed=completed, enabled=enabled, stream=output) as bar:
-            yield _Lines(bar)
+            yield Live(lambda rows, named: bar.update(1, **_shown(rows, named)))
         return
     from rich.console import Console, Group
     from rich.live import Live as Display
@@ -66,35 +79,14 @@ def training(
             bars.update(task, advance=1)
             display.update(Group(table_of(rows, named), bars))
 
-        yield _Table(show)
+        yield Live(show)
 
 
-class _Lines:
-    """Lines of a log; with several runs, the newest entropy of each."""
-
-    def __init__(self, bar: Bar) -> None:
-        self._bar, self._newest = bar, dict[str, float]()
-
-    def step(self, metrics: Row, run: str = "") -> None:
-        if run:
-            self._newest[f"{run} entropy"] = metrics["entropy"]
-        shown = self._newest if run else {key: metrics[key] for key in SHOWN if key in metrics}
-        self._bar.update(1, **shown)
-
-
-class _Table:
-    def __init__(self, show: Any) -> None:
-        self._show, self._rows, self._runs = show, list[Row](), dict[str, Row]()
-
-    def step(self, metrics: Row, run: str = "") -> None:
-        if run:
-            before = self._runs.get(run, {})
-            last = {key: before[key] for key in average_keys(before)}
-            self._runs[run] = last | {**metrics, "run": run}
-            self._show(list(self._runs.values()), named=True)
-        else:
-            self._rows = [*self._rows, metrics][-NEWEST:]
-            self._show(self._rows, named=False)
+def _shown(rows: list[Row], named: bool) -> dict[str, float]:
+    """The numbers of a line in a log; of several runs the newest entropy of each."""
+    if named:
+        return {f"{row['run']} entropy": row["entropy"] for row in rows if "entropy" in row}
+    return {key: rows[-1][key] for key in SHOWN if key in rows[-1]}
 
 
 def table_of(rows: list[Row], named: bool) -> Any:

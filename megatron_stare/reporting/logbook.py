@@ -13,10 +13,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron_stare.config import RunConfig, UserError
@@ -33,31 +32,35 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     else that is not a JSON object with an integer `step` raises UserError naming the line.
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        return read_rows(path, _row, "not a JSON object with an integer step")
     except OSError as error:
         raise UserError(
             f"{path}: {error.strerror or error}; a run directory holds a {METRICS_NAME}"
         ) from None
-    rows = []
+
+
+def read_rows[Kind](path: Path, made: Callable[[Any], Kind], fault: str) -> list[Kind]:
+    """The lines of a .jsonl file, each made by `made` from its value; a last line torn by a kill is
+    left out. UserError names any other line that is not JSON or that `made` refuses by a ValueError
+    or TypeError. OSError: the file cannot be read.
+    """
+    lines = Path(path).read_bytes().split(b"\n")
+    found = []
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        row = _parse_row(line)
-        if row is not None:
-            rows.append(row)
-        elif number < len(lines):
-            raise UserError(
-                f"{path}:{number}: not a JSON object with an integer step; remove the line"
-            )
-    return rows
+        try:
+            if line.strip():
+                found.append(made(json.loads(line)))
+        except (ValueError, TypeError):
+            if number < len(lines):
+                raise UserError(f"{path}:{number}: {fault}; remove the line") from None
+    return found
 
 
-def _parse_row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+def _row(value: Any) -> dict[str, Any]:
+    """ValueError: it is no row of a metrics.jsonl."""
+    if isinstance(value, dict) and type(value.get("step")) is int:
+        return value
+    raise ValueError("it needs an integer step")
 
 
 class Tail:
@@ -87,8 +90,8 @@ class Tail:
         if not whole:
             return []
         self._bytes += len(whole) + 1
-        rows = (_parse_row(line) for line in whole.split(b"\n"))
-        fresh = [row for row in rows if row is not None and row["step"] > self.step]
+        rows = (_row(json.loads(line)) for line in whole.split(b"\n"))
+        fresh = [row for row in rows if row["step"] > self.step]
         if fresh:
             self.step = fresh[-1]["step"]
         return fresh
@@ -97,22 +100,15 @@ class Tail:
 class Logbook:
     """Appends to `directory`/metrics.jsonl.
 
-    `resume_from_step` is the last step to keep: later lines, and a torn last one, are cut off
-    before anything is appended (-1 cuts all). None means a new run: steps that are already there
-    are not written over but refused with UserError. `trackers` get every line too.
+    `done` is the last step to keep: later lines, and a torn last one, are cut off before anything
+    is appended. `trackers` get every line too.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        resume_from_step: int | None = None,
-        trackers: Sequence[Tracker] = (),
-    ) -> None:
+    def __init__(self, directory: Path, done: int = 0, trackers: Sequence[Tracker] = ()) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.path = self.directory / METRICS_NAME
-        self.last_step = self._cut(resume_from_step)
+        self.last_step = self._cut(done)
         self._file = self.path.open("ab", buffering=0)
         self._size = self._file.tell()  # of the whole lines in the file
         self._queue: list[bytes] = []  # lines that are not in the file yet
@@ -201,27 +197,15 @@ class Logbook:
     def __enter__(self) -> Logbook:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _cut(self, resume_from_step: int | None) -> int | None:
-        """Rewrite the file with the steps to keep; the last of them, or None."""
-        rows = read_metrics(self.path) if self.path.exists() else []
-        if resume_from_step is None and rows:
-            raise UserError(
-                f"{self.path} already holds steps up to {rows[-1]['step']}; resume that run or "
-                "choose another run.dir"
-            )
-        kept = [
-            row for row in rows if resume_from_step is not None and row["step"] <= resume_from_step
-        ]
-        if self.path.exists():
-            atomic_write(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+    def _cut(self, done: int) -> int | None:
+        """Rewrite the file with the steps up to `done`; the last of them, or None."""
+        if not self.path.exists():
+            return None
+        kept = [row for row in read_metrics(self.path) if row["step"] <= done]
+        atomic_write(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         return kept[-1]["step"] if kept else None
 
 
@@ -231,7 +215,7 @@ def open_logbook(
     """The run's logbook without the lines after step `done`; None in processes not `enabled`."""
     if not enabled:
         return nullcontext()
-    return Logbook(Path(run.dir), resume_from_step=done, trackers=trackers_of(run))
+    return Logbook(Path(run.dir), done, trackers_of(run))
 
 
 def _warn(tracker: Tracker, what: str, error: Exception) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy
@@ -48,6 +49,11 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 def average_keys(metrics: Iterable[str]) -> list[str]:
     """The avg@k keys of a step's metrics, one for each evaluation set."""
     return [key for key in metrics if key.startswith("eval/") and key.endswith("/avg_at_k")]
+
+
+def evaluation_sets(metrics: Iterable[str]) -> list[str]:
+    """The evaluation sets that these keys name, each once."""
+    return list(dict.fromkeys(key.split("/")[1] for key in metrics if key.startswith("eval/")))
 
 
 def start_key(key: str) -> str:
@@ -217,23 +223,23 @@ def set_metrics(problems: Sequence[Problem], seed: int) -> dict[str, float]:
     metrics |= _rate("avg_at_k", [avg_at_k(n, problem.correct) for problem in problems], seed)
     metrics |= _rate("pass_at_k", [pass_at_k(n, problem.correct, n) for problem in problems], seed)
     metrics |= {
-        f"pass_at_{k}": _mean([pass_at_k(n, problem.correct, k) for problem in problems])
+        f"pass_at_{k}": fmean([pass_at_k(n, problem.correct, k) for problem in problems])
         for k in ks(n)
     }
     if any(response.answer is not None for response in responses):
         metrics |= _rate("majority_at_k", [problem.majority(n) for problem in problems], seed)
         voting = ks(n) if n <= MOST_SUBSET_VOTES else [n]
         metrics |= {
-            f"majority_at_{k}": _mean([problem.majority(k) for problem in problems]) for k in voting
+            f"majority_at_{k}": fmean([problem.majority(k) for problem in problems]) for k in voting
         }
-        metrics["no_answer_fraction"] = _mean([response.answer is None for response in responses])
-    metrics["response_length"] = _mean([response.tokens for response in responses])
+        metrics["no_answer_fraction"] = fmean([response.answer is None for response in responses])
+    metrics["response_length"] = fmean([response.tokens for response in responses])
     for verdict in ("correct", "wrong"):
         lengths = [response.tokens for response in responses if response.verdict == verdict]
         if lengths:
-            metrics[f"response_length_{verdict}"] = _mean(lengths)
-    metrics["truncated_fraction"] = _mean([response.truncated for response in responses])
-    metrics["reflections"] = _mean([response.reflections for response in responses])
+            metrics[f"response_length_{verdict}"] = fmean(lengths)
+    metrics["truncated_fraction"] = fmean([response.truncated for response in responses])
+    metrics["reflections"] = fmean([response.reflections for response in responses])
     metrics["unverifiable"] = float(
         sum(response.verdict == "unverifiable" for response in responses)
     )
@@ -259,7 +265,7 @@ def problem_row(name: str, problem: Problem) -> dict[str, Any]:
             {"answer": answer, "responses": count, "right": right}
             for answer, (count, right) in zip(problem.answers, votes, strict=True)
         ],
-        "response_length": _mean([response.tokens for response in problem.responses]),
+        "response_length": fmean([response.tokens for response in problem.responses]),
         "truncated": sum(response.truncated for response in problem.responses),
         "reflections": sum(response.reflections for response in problem.responses),
     }
@@ -267,9 +273,5 @@ def problem_row(name: str, problem: Problem) -> dict[str, Any]:
 
 def _rate(name: str, values: Sequence[float], seed: int) -> dict[str, float]:
     interval = bootstrap_interval(values, seed)
-    found = {name: _mean(values)}
+    found = {name: fmean(values)}
     return found | ({f"{name}_low": interval[0], f"{name}_high": interval[1]} if interval else {})
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
+from megatron_stare.reporting.problem_scores import evaluation_sets
 
 SUMMARY_NAME = "summary.json"  # of a comparison
 ARM_LABELS = {"grpo_ds": "GRPO-ds", "grpo": "GRPO", "dapo": "DAPO", "stare": "STARE", "sft": "SFT"}
@@ -68,12 +71,12 @@ def summarize_run(run_directory: Path, target_entropy: float) -> dict[str, float
     return {
         "target_entropy": target_entropy,
         "entropy_initial": entropy[0],
-        "entropy_final": _mean(last_tenth(entropy)),
-        "entropy_in_band_fraction": _mean([low <= row["entropy"] <= high for row in half]),
-        "weight_last_half": _mean([row["weight_w"] for row in gated]) if gated else None,
-        "gate_open_fraction": _mean([row["gate"] for row in gated]) if gated else None,
-        "train_reward_final": _mean(last_tenth(reward)) if reward else None,
-        "length_final": _mean(last_tenth(length)) if length else None,
+        "entropy_final": fmean(last_tenth(entropy)),
+        "entropy_in_band_fraction": fmean([low <= row["entropy"] <= high for row in half]),
+        "weight_last_half": fmean([row["weight_w"] for row in gated]) if gated else None,
+        "gate_open_fraction": fmean([row["gate"] for row in gated]) if gated else None,
+        "train_reward_final": fmean(last_tenth(reward)) if reward else None,
+        "length_final": fmean(last_tenth(length)) if length else None,
         **_last_evaluation(rows),
         "steps": steps[-1]["step"],
         "seconds": seconds,
@@ -85,7 +88,7 @@ def table_rows(summaries: Iterable[Mapping[str, Any]]) -> list[Row]:
     """The rows of a table of these summaries, with two for each evaluation set that any has."""
     summaries = list(summaries)
     evaluated: list[Row] = []
-    for name in sorted({name for each in summaries for name in _sets(each)}, reverse=True):
+    for name in sorted(evaluation_sets(chain.from_iterable(summaries)), reverse=True):
         draws = {each.get(f"eval/{name}/k") for each in summaries}
         k = f"{draws.pop():g}" if len(draws) == 1 and None not in draws else "k"
         evaluated += [
@@ -113,23 +116,14 @@ def last_tenth(values: Sequence[float]) -> Sequence[float]:
     return values[len(values) - -(-len(values) // 10) :]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def _last_evaluation(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     last = {key: row[key] for row in rows for key in row if key.startswith("eval/")}
     wanted = ("pass_at_k", "avg_at_k", "k")
     return {
         f"eval/{name}/{key}": last.get(f"eval/{name}/{key}")
-        for name in _sets(last)
+        for name in evaluation_sets(last)
         for key in wanted
     }
-
-
-def _sets(values: Mapping[str, Any]) -> list[str]:
-    """The evaluation sets that these keys name."""
-    return list(dict.fromkeys(key.split("/")[1] for key in values if key.startswith("eval/")))
 
 
 class Claim(NamedTuple):

@@ -1,4 +1,4 @@
 """The report page: data collected from runs (no HTML here), and assets/ that draw it.
 
-runs -> series, figures, inside -> content (one JSON tree) -> render.
+runs -> figures, about -> content (one JSON tree) -> render.
 """

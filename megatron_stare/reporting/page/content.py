@@ -331,40 +331,14 @@ def stretches(loss_mask: list[int]) -> list[tuple[str, int, int]]:
 
 def conversation(rollout: SampledRollout) -> dict[str, Any]:
     """The rollout as the page reads it; lists have one value per token of the response."""
-    return {
-        "prompt_index": rollout.prompt_index,
-        "sample": rollout.sample,
-        "reward": rollout.reward,
-        "verdict": rollout.verdict,
-        "finish": rollout.finish_reason,
-        "versions": rollout.versions,
-        "label": rollout.label,
-        "advantage": rollout.advantage,
-        "turns": prompt_turns(rollout.prompt),
-        "stretches": stretches(rollout.loss_mask),
-        "text": rollout.text,
-        "surprisal": rollout.surprisal,
-        "entropy": rollout.entropy,
-        "sensitivity": rollout.sensitivity,
-        "weight": rollout.weight,
-        "change": rollout.change,
-        "chosen": rollout.chosen,
-    }
+    found = dict(vars(rollout))
+    prompt, loss_mask = found.pop("prompt"), found.pop("loss_mask")
+    found["finish"] = found.pop("finish_reason")
+    return found | {"turns": prompt_turns(prompt), "stretches": stretches(loss_mask)}
 
 
 def _step(step: Diagnostics) -> dict[str, Any]:
     """A step without its rollouts, as plain values."""
-    kept = {
-        each.name: getattr(step, each.name)
-        for each in dataclasses.fields(step)
-        if each.name != "rollouts"
-    }
-    return {name: _plain(value) for name, value in kept.items()}
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list) else value
+    found = dataclasses.asdict(dataclasses.replace(step, rollouts=[]))
+    del found["rollouts"]
+    return found

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_stare.reporting.page.runs import Point, Run, arms_of, mean_over_seeds
+from megatron_stare.reporting.problem_scores import evaluation_sets
 from megatron_stare.reporting.summary import evaluation_label
 
 GATE_WINDOW = 20
@@ -227,115 +228,44 @@ class Figure:
     rule: float | None = None  # a thin line across, to compare with
 
 
+# fmt: off
 FIGURES = (
-    Figure(
-        "entropy",
-        "entropy",
-        "Policy entropy",
-        "nats per token",
-        {"entropy": ""},
-        "Mean over the batch. Below the band the policy collapses, above it wanders.",
-    ),
-    Figure(
-        "reward",
-        "learning",
-        "Training reward",
-        "mean reward",
-        {"reward": ""},
-        "Every response that was sampled, before groups without signal are dropped.",
-    ),
-    Figure(
-        "length",
-        "learning",
-        "Response length",
-        "tokens",
-        {"response_length": ""},
-        "Mean of every response that was sampled.",
-        zero=False,
-    ),
-    Figure(
-        "truncated",
-        "learning",
-        "Truncated responses",
-        "share",
-        {"truncated_fraction": ""},
-        "Responses that met the length limit.",
-    ),
-    Figure(
-        "gate",
-        "control",
-        "Gate open",
-        "share of steps",
-        {GATE: ""},
-        f"Share of the last {GATE_WINDOW} steps. STARE acts only while the gate is open.",
-        limits=(0, 1),
-    ),
-    Figure(
-        "weights",
-        "control",
-        "Weights W and M",
-        "factor",
-        {"weight_w": "W", "weight_m": "M"},
-        "On the selected tokens while the gate is open: W on L+, M on L-.",
-        zero=False,
-        rule=1.0,
-    ),
-    Figure(
-        "critical",
-        "control",
-        "Distance to the critical weight, W* - 1",
-        "factor",
-        {"critical_weight_excess": ""},
-        "With this much more weight on L+ entropy would stand still, to first order.",
-        zero=False,
-        rule=0.0,
-    ),
-    Figure(
-        "thresholds",
-        "control",
-        "Selection thresholds",
-        "score of the last token chosen",
-        {"threshold_positive": "L+", "threshold_negative": "L-"},
-    ),
-    Figure(
-        "realised",
-        "prediction",
-        "Realised change of entropy",
-        "nats per step",
-        {REALISED: ""},
-        "H of the next step minus H of this one, though the two have different prompts; of the "
-        "same batch where diagnostics.realised is set.",
-        zero=False,
-        rule=0.0,
-    ),
-    Figure(
-        "predicted",
-        "prediction",
-        "Predicted change of entropy",
-        "per unit step in the logits",
-        {PREDICTED: ""},
-        "First order. Its sign and shape are predictions, its scale is the optimizer's.",
-        zero=False,
-        rule=0.0,
-    ),
-    Figure(
-        "gradient", "machine", "Gradient norm", "before clipping", {"grad_norm": ""}, zero=False
-    ),
-    Figure(
-        "difference",
-        "machine",
-        "Trainer against engine",
-        "nats, mean |difference| of log-probs",
-        {"logprob_diff_mean": "", "rollout_diff_mean": "stale tokens too"},
-    ),
-    Figure(
-        "staleness",
-        "machine",
-        "Staleness",
-        "steps between sampling and training",
-        {"staleness_mean": "mean", "staleness_max": "largest"},
-    ),
+    Figure("entropy", "entropy", "Policy entropy", "nats per token", {"entropy": ""},
+           "Mean over the batch. Below the band the policy collapses, above it wanders."),
+    Figure("reward", "learning", "Training reward", "mean reward", {"reward": ""},
+           "Every response that was sampled, before groups without signal are dropped."),
+    Figure("length", "learning", "Response length", "tokens", {"response_length": ""},
+           "Mean of every response that was sampled.", zero=False),
+    Figure("truncated", "learning", "Truncated responses", "share", {"truncated_fraction": ""},
+           "Responses that met the length limit."),
+    Figure("gate", "control", "Gate open", "share of steps", {GATE: ""},
+           f"Share of the last {GATE_WINDOW} steps. STARE acts only while the gate is open.",
+           limits=(0, 1)),
+    Figure("weights", "control", "Weights W and M", "factor", {"weight_w": "W", "weight_m": "M"},
+           "On the selected tokens while the gate is open: W on L+, M on L-.",
+           zero=False, rule=1.0),
+    Figure("critical", "control", "Distance to the critical weight, W* - 1", "factor",
+           {"critical_weight_excess": ""},
+           "With this much more weight on L+ entropy would stand still, to first order.",
+           zero=False, rule=0.0),
+    Figure("thresholds", "control", "Selection thresholds", "score of the last token chosen",
+           {"threshold_positive": "L+", "threshold_negative": "L-"}),
+    Figure("realised", "prediction", "Realised change of entropy", "nats per step", {REALISED: ""},
+           "H of the next step minus H of this one, though the two have different prompts; of the "
+           "same batch where diagnostics.realised is set.", zero=False, rule=0.0),
+    Figure("predicted", "prediction", "Predicted change of entropy", "per unit step in the logits",
+           {PREDICTED: ""},
+           "First order. Its sign and shape are predictions, its scale is the optimizer's.",
+           zero=False, rule=0.0),
+    Figure("gradient", "machine", "Gradient norm", "before clipping", {"grad_norm": ""},
+           zero=False),
+    Figure("difference", "machine", "Trainer against engine",
+           "nats, mean |difference| of log-probs",
+           {"logprob_diff_mean": "", "rollout_diff_mean": "stale tokens too"}),
+    Figure("staleness", "machine", "Staleness", "steps between sampling and training",
+           {"staleness_mean": "mean", "staleness_max": "largest"}),
 )
+# fmt: on
 
 
 def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
@@ -370,9 +300,8 @@ def _worth_drawing(figure: Figure, runs: Sequence[Run]) -> bool:
 
 def _evaluations(runs: Sequence[Run]) -> list[Figure]:
     """A figure of pass@k and one of avg@k for each evaluation set."""
-    names = {key.split("/")[1] for key in numeric_keys(runs) if key.startswith("eval/")}
     found = []
-    for name in sorted(names, reverse=True):
+    for name in sorted(evaluation_sets(numeric_keys(runs)), reverse=True):
         draws = {int(value) for run in runs for _, value in run.series(f"eval/{name}/k")}
         k = str(draws.pop()) if len(draws) == 1 else "k"
         for kind, note in (

@@ -7,12 +7,11 @@ where it has ceased in between, and after `alarms.window` steps. Checkpoints kee
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 
@@ -32,6 +31,7 @@ LONGEST_STRETCH, FEWEST_REPEATS, SHORTEST_TAIL = 64, 4, 32
 _FORMAT = {"truncated_fraction": "are cut off", "no_answer_fraction": "give no answer"}
 _REMEMBERED = ("gamma", "grad_norm", "response_length", *_FORMAT, "reward", "accuracy")
 _FEWEST = 10  # steps before a median means anything
+_PATIENT = ("entropy", "weight", "length", "format")  # must hold for alarms.patience steps
 
 REMEDIES = {
     "selection": "set loss.select=rising, or lower loss.top_p_ratio",
@@ -49,14 +49,6 @@ REMEDIES = {
     "scoring.rewards",
     "nonfinite": "continue from a checkpoint before that step (--load) with a lower optimizer.lr",
 }
-
-
-class Condition(NamedTuple):
-    """One alarm at one step: what is wrong, if anything is, and for how many steps it must be."""
-
-    name: str
-    message: str | None
-    patience: int = 1
 
 
 class Alarms:
@@ -106,11 +98,12 @@ class Alarms:
         alarms.stop is raised.
         """
         stopping = ""
-        for name, message, patience in self._conditions(metrics):
+        for name, message in self._messages(metrics):
             if message is None:
                 self._since.pop(name, None)
                 continue
             first = self._since.setdefault(name, step)
+            patience = self.settings.patience if name in _PATIENT else 1
             printed = self._printed.get(name)
             quiet = printed is not None and step - printed < self.settings.window
             same = printed is not None and printed >= first  # it has held since it was printed
@@ -187,48 +180,46 @@ class Alarms:
             flush=True,
         )
 
-    def _conditions(self, metrics: Mapping[str, float]) -> Iterator[Condition]:
-        """Every alarm that this step can say anything about."""
+    def _messages(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str | None]]:
+        """Every alarm that this step can say anything about, and what is wrong; None: nothing."""
         settings = self.settings
         if "entropy" in metrics:
-            if self._first_entropy is None:
-                self._first_entropy = metrics["entropy"]
-            yield Condition("entropy", self._entropy(metrics["entropy"]), settings.patience)
+            yield "entropy", self._entropy(metrics["entropy"])
         if metrics.get("gate"):
-            yield Condition("selection", self._selection(metrics))
-            yield Condition("weight", self._weight(metrics), settings.patience)
+            yield "selection", self._selection(metrics)
+            yield "weight", self._weight(metrics)
         if "grad_norm" in metrics:
-            yield Condition("gradient", self._spike("grad_norm", metrics, settings.gradient))
+            yield "gradient", self._unusual("grad_norm", metrics, settings.gradient)
         if "logprob_diff_mean" in metrics:
             value, limit = metrics["logprob_diff_mean"], settings.mismatch
             message = (
                 f"trainer and engine differ by {value:.3g} nats a token on average, above "
                 f"alarms.mismatch={limit:g}"
             )
-            yield Condition("mismatch", message if limit and value > limit else None)
+            yield "mismatch", message if limit and value > limit else None
         exact = self.config.rollout.rollout_top_p == 1
         if "exactness_z" in metrics and "entropy" in metrics and exact:
-            yield Condition("exactness", self._exactness(metrics))
+            yield "exactness", self._exactness(metrics)
         if "response_length" in metrics:
-            longer = self._spike("response_length", metrics, settings.length)
-            shorter = self._slump("response_length", metrics, settings.length)
-            yield Condition("length", longer or shorter, settings.patience)
+            limit = settings.length
+            yield "length", self._unusual("response_length", metrics, limit, or_below=True)
         if "truncated_fraction" in metrics:
-            yield Condition("format", self._format(metrics), settings.patience)
+            yield "format", self._format(metrics)
         if "repeated_fraction" in metrics:
             value, limit = metrics["repeated_fraction"], settings.repeated
             message = f"{value:.0%} of the rollouts end in one stretch over and over"
-            yield Condition("repeated", message if limit and value > limit else None)
+            yield "repeated", message if limit and value > limit else None
         if "accuracy" in metrics and "reward" in metrics:
-            yield Condition("reward", self._reward())
+            yield "reward", self._reward()
         message = "a statistic or the gradient is not finite"
-        yield Condition("nonfinite", message if metrics.get("nonfinite") else None)
+        yield "nonfinite", message if metrics.get("nonfinite") else None
 
     def _entropy(self, entropy: float) -> str | None:
+        if self._first_entropy is None:
+            self._first_entropy = entropy
         reference, name = self.target, "the target"
         if reference is None:
             reference, name = self._first_entropy, "the first step's"
-        assert reference is not None, "the first step has one"
         low, high = self.settings.entropy_low, self.settings.entropy_high
         if entropy < low * reference:
             return f"{entropy:.3g} nats is below {low:g} times {name} {reference:.3g}"
@@ -270,25 +261,28 @@ class Alarms:
             return None
         return f"W stands at its bound loss.w_max={bound:g} and entropy below its target"
 
-    def _spike(self, name: str, metrics: Mapping[str, float], limit: float) -> str | None:
+    def _median(self, name: str) -> float | None:
         values = self._history[name]
-        middle = median(values) if len(values) >= _FEWEST else math.inf
-        if limit and metrics[name] > limit * middle:
-            return f"{name} {metrics[name]:.3g} is above {limit:g} times its median {middle:.3g}"
-        return None
+        return median(values) if len(values) >= _FEWEST else None
 
-    def _slump(self, name: str, metrics: Mapping[str, float], limit: float) -> str | None:
-        values = self._history[name]
-        middle = median(values) if len(values) >= _FEWEST else -math.inf
-        if limit and metrics[name] * limit < middle:
-            return f"{name} {metrics[name]:.3g} is below 1/{limit:g} of its median {middle:.3g}"
+    def _unusual(
+        self, name: str, metrics: Mapping[str, float], limit: float, *, or_below: bool = False
+    ) -> str | None:
+        """The metric is above `limit` times its median or, if `or_below`, below 1/limit of it."""
+        value, middle = metrics[name], self._median(name)
+        if not limit or middle is None:
+            return None
+        if value > limit * middle:
+            return f"{name} {value:.3g} is above {limit:g} times its median {middle:.3g}"
+        if or_below and value * limit < middle:
+            return f"{name} {value:.3g} is below 1/{limit:g} of its median {middle:.3g}"
         return None
 
     def _format(self, metrics: Mapping[str, float]) -> str | None:
+        limit = self.settings.format
         for name, what in _FORMAT.items():
-            value, values = metrics.get(name, 0.0), self._history[name]
-            usual = median(values) if len(values) >= _FEWEST else math.inf
-            if self.settings.format and value > usual + self.settings.format:
+            value, usual = metrics.get(name, 0.0), self._median(name)
+            if limit and usual is not None and value > usual + limit:
                 return f"{value:.0%} of the rollouts {what}, {usual:.0%} usually"
         return None
 

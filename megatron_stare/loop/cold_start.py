@@ -204,65 +204,44 @@ def read_demonstrations(config: Config) -> list[Group]:
     UserError for a row that is neither of the two forms.
     """
     source, tokenizer = config.cold_start.data, load_tokenizer(config.policy.hf_checkpoint)
-    texts: dict[int, tuple[str, str]] = {}
-    tokenized: dict[int, tuple[Any, Any]] = {}
-    for number, raw in enumerate(raw_rows(source, "cold_start.data")):
+    found: list[Group] = []
+    for raw in raw_rows(source, "cold_start.data"):
         try:
             if raw.fault:
                 raise BadRow(raw.fault)
-            row = _row(raw.row, config.data)
-            if isinstance(row, tuple):
-                texts[number] = row
-            else:
-                tokenized[number] = tokenize_conversation(
-                    row["messages"], tokenizer, row["tools"], config.data.chat_template_kwargs
-                )
+            ids, mask = _tokenized(raw.row, tokenizer, config.data)
         except BadRow as error:
             raise UserError(f"{raw.file}, row {raw.number}: {error}; correct it") from None
-    tokenized |= _tokenized(texts, tokenizer)
-    if len(tokenized) < config.cold_start.batch_size:
+        found.append(_demonstration(len(found), ids, mask))
+    if len(found) < config.cold_start.batch_size:
         raise UserError(
-            f"{source}: {len(tokenized)} rows are fewer than cold_start.batch_size="
+            f"{source}: {len(found)} rows are fewer than cold_start.batch_size="
             f"{config.cold_start.batch_size}; lower it"
         )
-    return [_demonstration(number, *tokenized[number]) for number in range(len(tokenized))]
+    return found
 
 
-def _row(row: Any, data: DataConfig) -> tuple[str, str] | dict[str, Any]:
-    """{"messages": [...], "tools": [...]} with the system prompt, or (prompt, response) where both
-    are plain text for this config; else BadRow.
+def _tokenized(
+    row: Any, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Ids and loss mask of {"messages": [...], "tools": [...]} or {"prompt": ..., "response": ...};
+    BadRow for any other row.
     """
     if isinstance(row, dict) and isinstance(row.get("messages"), list) and row["messages"]:
-        messages = chat_messages(row["messages"], data)
-        return {"messages": messages, "tools": row.get("tools") or ()}
+        messages, tools = chat_messages(row["messages"], data), row.get("tools") or ()
+        return tokenize_conversation(messages, tokenizer, tools, data.chat_template_kwargs)
     if not isinstance(row, dict) or not all(
         isinstance(row.get(name), str) for name in ("prompt", "response")
     ):
         raise BadRow("needs text fields prompt and response, or a list messages")
     messages = chat_messages(row["prompt"], data)
     if messages:
-        answer = {"role": "assistant", "content": row["response"]}
-        return {"messages": [*messages, answer], "tools": ()}
+        whole = (*messages, {"role": "assistant", "content": row["response"]})
+        return tokenize_conversation(whole, tokenizer, (), data.chat_template_kwargs)
     if data.system_prompt:
         raise BadRow("data.system_prompt needs messages but the row is text; set data.wrap_text")
-    return row["prompt"], row["response"]
-
-
-def _tokenized(
-    texts: dict[int, tuple[str, str]], tokenizer: PreTrainedTokenizerBase
-) -> dict[int, tuple[Any, Any]]:
-    """Ids and loss mask of every row of prompt and response, by its number. One call: each
-    costs more than tokenizing a short text.
-    """
-    if not texts:
-        return {}
-    halves = [text for half in zip(*texts.values(), strict=True) for text in half]
-    encoded = tokenizer(halves, return_attention_mask=False)["input_ids"]
-    pairs = zip(encoded[: len(texts)], encoded[len(texts) :], strict=True)
-    return {
-        number: (prompt + response, [0] * len(prompt) + [1] * len(response))
-        for number, (prompt, response) in zip(texts, pairs, strict=True)
-    }
+    prompt, response = (tokenizer(row[name]).input_ids for name in ("prompt", "response"))
+    return prompt + response, [0] * len(prompt) + [1] * len(response)
 
 
 def _demonstration(index: int, ids: Sequence[int], mask: Sequence[int]) -> Group:

@@ -6,7 +6,6 @@ statistics where they are trained, and both travel as arrays.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import EVERY_RANK, Group, Prompt, Rollout
 from megatron_stare.reporting.diagnostics import SampledRollout
 
-_LENGTH = struct.Struct("<Q")
 _ROW = numpy.dtype(
     [
         *((name, "<i8") for name in ("part", "sequence", "position")),
@@ -84,25 +82,20 @@ def sampled_rollouts(
     """The sampled rollouts on the first rank; none elsewhere. `values` as of predicted.merged.
     Collective.
     """
-    rows = _rows(places, values) if _speaks(topology) else b""
-    frames = _frames(places, topology)
-    everyone = gather_bytes(_LENGTH.pack(len(rows)) + rows + frames, topology.host)
-    if not everyone:
+    own_rows = _rows(places, values) if _speaks(topology) else b""
+    rows = gather_bytes(own_rows, topology.host)
+    frames = gather_bytes(_frames(places, topology), topology.host)
+    if not topology.is_first:
         return []
-    columns, texts = [], dict[tuple[int, int], Rollout]()
-    prompts: dict[tuple[int, int], Prompt] = {}
-    for content in everyone:
-        (size,) = _LENGTH.unpack_from(content)
-        start = _LENGTH.size
-        columns.append(numpy.frombuffer(content, _ROW, size // _ROW.itemsize, start))
-        held = as_tensor([content[start + size :]])
-        for _, record, labels in whole_frames(held):
+    table = numpy.concatenate([numpy.frombuffer(content, _ROW) for content in rows])
+    prompts, texts = dict[tuple[int, int], Prompt](), dict[tuple[int, int], Rollout]()
+    for content in frames:
+        for _, record, labels in whole_frames(as_tensor([content])):
             key = (labels["part"], labels["sequence"])
             if isinstance(record, Prompt):
                 prompts[key] = record
             else:
                 texts[key] = record
-    table = numpy.concatenate(columns)
     found = []
     for place in places:
         key = (place.part, place.sequence)

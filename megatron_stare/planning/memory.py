@@ -82,10 +82,10 @@ def head_bytes(
     whole_logits: bool = False,
 ) -> float:
     """The head's bytes on the last stage: hidden states, which sequence parallelism gathers, and
-    their gradient, the
-    loss rows and theirs (4 e H per token at most), the logits of one chunk or, for head=logits,
-    of all rows, with their gradient where fp32 logits need one of another dtype, and one product of
-    the output weight's size. `whole_logits`: a loss that reads them, on every tensor rank.
+    their gradient, the loss rows and theirs (4 e H per token at most), the logits of one chunk or,
+    for head=logits, of all rows, with their gradient where fp32 logits need one of another dtype,
+    and one product of the output weight's size. `whole_logits`: a loss that reads them, on every
+    tensor rank.
     """
     size = ELEMENT[policy.dtype]
     columns = shape.vocabulary / sizes.tensor

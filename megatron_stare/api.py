@@ -110,7 +110,7 @@ def train(
     from megatron_stare.loop.interrupt import Interrupt
     from megatron_stare.loop.resolve import check_ahead
     from megatron_stare.loop.trainer import Trainer
-    from megatron_stare.loop.watchdog.watchdog import Watchdog
+    from megatron_stare.loop.watchdog import Watchdog
     from megatron_stare.policy import topology as topologies
     from megatron_stare.reporting.report import write_report
 

@@ -34,7 +34,7 @@ from megatron_stare.loop import cold_start, run_directory
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.resolve import check_ahead
 from megatron_stare.loop.trainer import Trainer
-from megatron_stare.loop.watchdog.watchdog import HUNG, RANKS
+from megatron_stare.loop.watchdog import HUNG, RANKS
 from megatron_stare.losses.registry import all_objectives, reading
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting import heartbeat

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_stare.config import RunConfig
-from megatron_stare.loop.watchdog.watchdog import HUNG, Watchdog
+from megatron_stare.loop.watchdog import HUNG, Watchdog
 from megatron_stare.reporting import heartbeat
 from tests.distributed import fork_server
 

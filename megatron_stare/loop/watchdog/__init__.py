@@ -1,1 +1,0 @@
-"""A run that hangs says where, and ends: what each rank does, who stands still, the report."""

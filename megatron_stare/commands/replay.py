@@ -72,7 +72,9 @@ def compare_objectives(replay: Replay, names: list[str]) -> list[Asked]:
     for name, config in zip(names, configs, strict=True):
         preparer = StepPreparer(config, objective_of(effective_loss(config)), replay.actor)
         preparer.state = replay.learner.state if config is replay.config else {}
-        prepared = preparer.prepare(groups, replay.step - 1, replay.heads[-1].signal, Stopwatch())
+        watch = Stopwatch()
+        prepared = preparer.prepare(groups, replay.step - 1, replay.heads[-1].signal, watch)
+        preparer.plan_all(prepared, watch)
         batches = [
             batch if batch.surprisal_T is not None else replay.actor.score(batch)
             for batch in prepared.batches

@@ -19,7 +19,6 @@ from megatron_stare import config as configuration
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop.learn import Learner
 from megatron_stare.loop.metrics import Stopwatch
-from megatron_stare.loop.observers import metric_observers
 from megatron_stare.loop.prepare import effective_loss, updates_per_rollout
 from megatron_stare.loop.recording.heads import (
     MODEL_NAME,
@@ -93,8 +92,7 @@ class Replay:
         total = self.config.train.num_rollout * updates_per_rollout(self.config)
         self.actor = Actor(self.config, topology, total)
         objective = objective_of(effective_loss(self.config))
-        observers = metric_observers(self.config, objective, self.actor)
-        self.learner = Learner(self.config, objective, self.actor, observers)
+        self.learner = Learner(self.config, objective, self.actor)
         if checkpoint:
             loop = actor_state.into_actor(self.actor, checkpoint)
             self.learner.state = loop["loss_state"]
@@ -118,9 +116,8 @@ class Replay:
         return Compared(head.step, self.rows[head.step], self._taken(head), weights, noise)
 
     def _taken(self, head: Head) -> dict[str, float]:
-        result = self.learner.step(
-            self.groups(head), head.step - 1, head.signal, Stopwatch(), lambda: False
-        )
+        groups = self.groups(head)
+        result = self.learner.step(groups, head.step - 1, head.signal, Stopwatch())
         return result.metrics
 
 

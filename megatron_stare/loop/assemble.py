@@ -20,12 +20,10 @@ from megatron_stare.collect.workers.worker_processes import WorkerProcesses
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.prompts import prompts_digest
 from megatron_stare.loop import run_directory
-from megatron_stare.loop.diagnostics.observer import Observer
 from megatron_stare.loop.evaluation import sets as evaluation_sets
 from megatron_stare.loop.evaluation.evaluation import Evaluator
 from megatron_stare.loop.evaluation.examining import Examiner
 from megatron_stare.loop.learn import Learner
-from megatron_stare.loop.observers import AdaptersObserver, metric_observers
 from megatron_stare.loop.parity.witness import Witness
 from megatron_stare.loop.parts import (
     build_engine,
@@ -34,7 +32,7 @@ from megatron_stare.loop.parts import (
     saved_policy,
     with_tools,
 )
-from megatron_stare.loop.prepare import target_of, updates_per_rollout
+from megatron_stare.loop.prepare import updates_per_rollout
 from megatron_stare.loop.resolve import resolve
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
@@ -64,6 +62,8 @@ def assemble(config: Config, topology: Topology) -> Parts:
     UserError for whatever cannot work.
     """
     raise_file_limit()
+    if topology.is_first:
+        run_directory.claim(config)
     hf, objective, judge, tokenizer, stream, lines = resolve(config)
     build.transformer_config(hf, config.policy, topology)
     check_adapters(hf, config.adapters, config.policy)
@@ -78,13 +78,8 @@ def assemble(config: Config, topology: Topology) -> Parts:
         engine = build_engine(config, tokenizer, topology, workers)
         evaluator = Evaluator(config, tokenizer, engine, judge, topology, workers)
         actor = Actor(config, topology, config.train.num_rollout * updates_per_rollout(config))
-        target = target_of(config, objective)
-        diagnostics = Observer(config, tokenizer, actor, topology, target)
-        observers = metric_observers(config, objective, actor, diagnostics)
-        observers.append(Witness(config, actor, engine, stream, tokenizer))
-        if config.adapters.rank:
-            observers.append(AdaptersObserver(actor))
-        learner = Learner(config, objective, actor, observers)
+        witness = Witness(config, actor, engine, stream, tokenizer)
+        learner = Learner(config, objective, actor, tokenizer, witness)
         rollout_workers = _rollout_workers(config, engine, judge, topology, workers)
         collector = RolloutBuffer(config, stream, engine, rollout_workers, topology)
         on_failure.pop_all()
@@ -130,7 +125,7 @@ def build_worker_parts(config: Config) -> WorkerParts:
     plain: Any = pool or embedded_engine(config, tokenizer)
     engine = with_tools(plain, config, tokenizer)
     examiner = Examiner(config, engine, judge, _wait)
-    return WorkerParts(judge, engine, plain, pool, examiner.rows)
+    return WorkerParts(judge, engine, plain, pool, examiner.problems)
 
 
 def _wait(futures: Sequence[Future[Any]]) -> None:

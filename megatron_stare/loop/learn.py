@@ -7,24 +7,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.collect.resampling import OldLogprobs, is_replayed
-from megatron_stare.config import Config, NonFiniteError
-from megatron_stare.loop.metrics import batch_metrics, mean_metrics
-from megatron_stare.loop.observers import StepObserver
+from megatron_stare.config import Config, MismatchAlarm, NonFiniteError
+from megatron_stare.loop.diagnostics.entropy import EntropyObserver
+from megatron_stare.loop.metrics import Stopwatch, batch_metrics, mean_metrics, missing_routing
 from megatron_stare.loop.parity.scoring import held
+from megatron_stare.loop.parity.witness import Witness
 from megatron_stare.loop.prepare import (
     PreparedStep,
     StepPreparer,
-    Watch,
     named,
     place_of,
     require_finite,
 )
 from megatron_stare.losses import Objective
 from megatron_stare.policy.actor import Actor
-from megatron_stare.records import Group, Signals, TokenBatch
+from megatron_stare.policy.adapters.attach import merge_metrics
+from megatron_stare.records import Group, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -32,30 +35,33 @@ class StepResult:
     """The outcome of `Learner.step`."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    # Why no update was made: a signal to the process, a value that is not finite (then the updates
-    # before it stand), or no group to learn from. None: all updates were made.
-    skipped: Literal["interrupted", "nonfinite", "no signal"] | None = None
-    error: NonFiniteError | None = None  # of a step skipped as "nonfinite"
-    plans: Sequence[Signals] = ()  # one per mini-batch
+    # Whether all updates were made. False: there is no group to learn from, or a value was not
+    # finite; the updates before it stand.
+    updated: bool = False
+    error: NonFiniteError | None = None
     # ln pi_old of the rollouts that will be trained again, by group.
     old_logprobs: OldLogprobs = field(default_factory=list)
 
 
 class Learner:
-    """Score, plan and update, as often as the config asks; observers measure each step."""
+    """Score, plan and update, as often as the config asks, and measure each step. With a tokenizer
+    it writes files of diagnostics; a witness compares trainer and engine.
+    """
 
     def __init__(
         self,
         config: Config,
         objective: Objective,
         actor: Actor,
-        observers: Sequence[StepObserver] = (),
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        witness: Witness | None = None,
     ) -> None:
         self.config = config
         self.objective = objective
         self.actor = actor
         self.topology = actor.topology
-        self.observers = observers
+        self.entropy = EntropyObserver(config, objective, actor, tokenizer)
+        self.witness = witness
         self.preparer = StepPreparer(config, objective, actor)
 
     @property
@@ -68,75 +74,90 @@ class Learner:
         self.preparer.state = state
 
     def start(self, step: int) -> None:
-        """Call every observer's `on_start` before the run's next step, when the engine has the
-        weights after `step` steps. Collective.
+        """Look at the engine before the run's next step, when it has the weights after `step`
+        steps. MismatchAlarm: its log-probs differ too much. Collective.
         """
-        for observer in self.observers:
-            observer.on_start(step)
+        if self.witness:
+            self.witness.check_start(step)
 
     def step(
         self,
         groups: Sequence[Group],
         version: int,
         signal: bool,
-        watch: Watch,
-        interrupted: Callable[[], bool],
+        watch: Stopwatch,
+        check: Callable[[], object] = lambda: None,
     ) -> StepResult:
         """Train on the groups, for weights of `version`; without `signal` only measure them.
 
-        If `interrupted`, no update is made. If a statistic or the gradient is not finite, that
-        update and the step's later ones are not made; the error names the first such rollout.
-        policy.ref_update_interval counts every step but an interrupted one.
+        `check` is called before the first update; an exception of it ends the step. If a statistic
+        or the gradient is not finite, that update and the step's later ones are not made; the error
+        names the first such rollout. policy.ref_update_interval counts every step but one that
+        `check` ended.
         """
         try:
-            prepared = self.preparer.prepare(groups, version, signal, watch, self._on_mismatch)
-            if interrupted():
-                return StepResult(skipped="interrupted")
+            prepared = self.preparer.prepare(groups, version, signal, watch)
+            self._plan(prepared, watch)
+            check()
             result = self._train(prepared, groups, watch)
         except NonFiniteError as error:
             # Without its traceback, which would keep the step's tensors alive.
-            result = StepResult({"nonfinite": 1.0}, "nonfinite", error.with_traceback(None))
+            result = StepResult({"nonfinite": 1.0}, error=error.with_traceback(None))
         interval = self.config.policy.ref_update_interval
         if interval and (version + 1) % interval == 0:
             self.actor.update_reference()
         return result
 
-    def _train(self, prepared: PreparedStep, groups: Sequence[Group], watch: Watch) -> StepResult:
+    def _plan(self, prepared: PreparedStep, watch: Stopwatch) -> None:
+        try:
+            self.preparer.plan_all(prepared, watch)
+        except MismatchAlarm:
+            if self.witness:
+                self.witness.write(prepared)
+            raise
+
+    def _train(
+        self, prepared: PreparedStep, groups: Sequence[Group], watch: Stopwatch
+    ) -> StepResult:
         """The updates of a prepared step, measured before, during and after them."""
         across = self.topology.across
         with watch("diagnose"):
-            observed = _joined(observer.on_scored(prepared) for observer in self.observers)
-        shown: list[TokenBatch] = []
+            observed = self._measured(groups) | self.entropy.before_updates(prepared)
         measured = []
         if prepared.scored:
-            shown = prepared.batches
-            measured = [
-                batch_metrics(batch, plan, across)
-                for batch, plan in zip(shown, prepared.plans, strict=True)
-            ]
+            pairs = zip(prepared.batches, prepared.plans, strict=True)
+            measured = [batch_metrics(batch, plan, across) for batch, plan in pairs]
         results = []
         for number in range(prepared.updates):
             result, seen = self._update(prepared, number, watch)
             results.append(result)
-            if not measured:  # a single update scores its batch itself
-                shown = [seen]
+            if not prepared.scored:  # the only update scored its batch itself
+                prepared.batches[0] = seen
                 measured = [batch_metrics(seen, prepared.plans[0], across)]
         metrics = mean_metrics(measured) | mean_metrics(results) | observed
         if prepared.updates:
             self.state = prepared.plans[-1].state
         with watch("diagnose"):
-            metrics |= _joined(
-                observer.on_updated(prepared, shown, metrics) for observer in self.observers
-            )
+            metrics |= self.entropy.after_updates(prepared, metrics)
+            if self.witness:
+                self.witness.look(prepared, metrics)
         return StepResult(
             metrics | {"nonfinite": 0.0},
-            None if prepared.updates else "no signal",
-            plans=prepared.plans,
-            old_logprobs=self._old_logprobs(prepared, groups, shown),
+            updated=prepared.updates > 0,
+            old_logprobs=self._old_logprobs(prepared, groups),
         )
 
+    def _measured(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Metrics of merged adapters and of replayed experts, if the run has any. Collective."""
+        actor, found = self.actor, dict[str, float]()
+        if actor.routers and self.config.policy.routing_replay == "rollout":
+            found |= missing_routing(groups, actor.routers.shape)
+        if self.config.adapters.rank:
+            found |= merge_metrics(actor.chunks, self.topology)
+        return found
+
     def _update(
-        self, prepared: PreparedStep, number: int, watch: Watch
+        self, prepared: PreparedStep, number: int, watch: Stopwatch
     ) -> tuple[dict[str, float], TokenBatch]:
         """Update `number` of the step: all mini-batches in every pass, all passes in every epoch.
         After the first, the mini-batch is planned again if train.replan.
@@ -146,11 +167,7 @@ class Learner:
         if number and self.config.train.replan and self.objective.needs_scores:
             with watch("score"):
                 preparer.replan(prepared, place)
-        part, batch, plan = (
-            prepared.parts[place],
-            prepared.batches[place],
-            prepared.plans[place],
-        )
+        part, batch, plan = prepared.parts[place], prepared.batches[place], prepared.plans[place]
         settings = preparer.passes[number // len(prepared.batches) % len(preparer.passes)]
         with watch("update"):
             loss = self.objective.bind(preparer.loss, settings)
@@ -163,16 +180,9 @@ class Learner:
                 f"the gradient is not finite, {first}; the statistics of every token are",
                 None if found is None else place_of(part, found),
             )
-        for observer in self.observers:
-            result |= observer.on_update(settings, seen, plan)
-        return result, seen
+        return result | self.entropy.of_update(settings, seen, plan), seen
 
-    def _old_logprobs(
-        self,
-        prepared: PreparedStep,
-        groups: Sequence[Group],
-        batches: Sequence[TokenBatch],
-    ) -> OldLogprobs:
+    def _old_logprobs(self, prepared: PreparedStep, groups: Sequence[Group]) -> OldLogprobs:
         """The old log-probs that each update's ratios were taken against, by group, for rollouts
         that the replay buffer keeps. Collective.
         """
@@ -180,18 +190,9 @@ class Learner:
             return []
         found: list[Any] = [None] * len(groups)
         chosen = functools.partial(is_replayed, self.config.rollout.resampling)
-        for number, (part, batch) in enumerate(zip(prepared.parts, batches, strict=True)):
+        count = len(prepared.parts)
+        for number, (part, batch) in enumerate(zip(prepared.parts, prepared.batches, strict=True)):
             value_T = batch.surprisal_T if batch.old_surprisal_T is None else batch.old_surprisal_T
             assert value_T is not None, "a batch that an update has seen"
-            found[number :: len(prepared.parts)] = held(
-                -value_T, batch, part, chosen, self.topology
-            )
+            found[number::count] = held(-value_T, batch, part, chosen, self.topology)
         return found
-
-    def _on_mismatch(self, prepared: PreparedStep) -> None:
-        for observer in self.observers:
-            observer.on_mismatch(prepared)
-
-
-def _joined(many: Any) -> dict[str, float]:
-    return {name: value for metrics in many for name, value in metrics.items()}

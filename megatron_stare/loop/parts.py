@@ -5,14 +5,13 @@ the tokenizer, the rollout engine, the policy of a checkpoint.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Protocol
 
-from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megatron_stare.collect.workers.worker_processes import WorkerProcesses
 from megatron_stare.config import Config, UserError
 from megatron_stare.policy import build, model_state, runtime
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, CheckpointDirectory
@@ -30,24 +29,15 @@ from megatron_stare.rollout.tools.builtin import (
 from megatron_stare.rollout.tools.calls import Tool
 from megatron_stare.rollout.tools.engine import ToolEngine
 from megatron_stare.rollout.tools.environment import MakeEnvironment, find_environment
-from megatron_stare.sync.announcement import WorkerClients
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
-
-class Workers(WorkerClients, Protocol):
-    """The worker processes of a run."""
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load these into their embedded engines."""
-        ...
 
 
 def build_engine(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
     topology: Topology,
-    workers: Workers | None = None,
+    workers: WorkerProcesses | None = None,
 ) -> Engine:
     """The rollout engine, with tools where there are any; weights not yet loaded. Collective;
     its user closes it. What it does concerns the `workers` too.
@@ -84,8 +74,7 @@ def with_tools(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBas
 
 def _longest_sequence(config: Config) -> int:
     """The most tokens of an agent's sequence: the model's limit, and what a rank can train."""
-    source = AutoConfig.from_pretrained(config.policy.hf_checkpoint, local_files_only=True)
-    length = int(source.max_position_embeddings)
+    length = int(build.read_hf_config(config.policy.hf_checkpoint).max_position_embeddings)
     only = config.policy.on_long_sequence == "error"
     return min(length, config.policy.sequence_budget) if only else length
 

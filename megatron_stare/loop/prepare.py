@@ -8,28 +8,32 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+import numpy
 import torch
 
-from megatron_stare.config import Config, LossConfig, MismatchAlarm, NonFiniteError
-from megatron_stare.loop.reference import with_served_logprobs
+from megatron_stare.config import Config, LossConfig, NonFiniteError
+from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.losses import Objective, find_objective, objective_of
 from megatron_stare.losses.distillation import distilled
 from megatron_stare.losses.rollout_correction import corrected
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.actor import Actor
-from megatron_stare.policy.model import PolicyModel
-from megatron_stare.records import Group, Signals, TokenBatch
-
-
-class Watch(Protocol):
-    """Times a phase: `with watch("score"): ...`."""
-
-    def __call__(self, phase: str) -> AbstractContextManager[None]: ...
+from megatron_stare.policy.build import read_hf_config
+from megatron_stare.policy.topology import Topology, agreed
+from megatron_stare.records import (
+    EVERY_RANK,
+    Group,
+    Rollout,
+    Signals,
+    TokenBatch,
+    TrainedSequence,
+    trained_sequences,
+)
+from megatron_stare.rollout.sglang.reference import read_logprobs
 
 
 class OldPolicy(enum.Enum):
@@ -47,9 +51,9 @@ class PreparedStep:
     number: int  # of the step, from 1
     parts: list[Sequence[Group]]
     batches: list[TokenBatch]
-    plans: list[Signals]
+    plans: list[Signals]  # empty before `plan_all`
     updates: int
-    scored: bool  # the batches have the current policy's statistics
+    scored: bool  # the batches have the policy's statistics before the only or first update
     has_sensitivity: bool  # and the entropy's sensitivity
 
 
@@ -71,18 +75,12 @@ class StepPreparer:
             actor.add_reference()
 
     def prepare(
-        self,
-        groups: Sequence[Group],
-        version: int,
-        signal: bool,
-        watch: Watch,
-        on_mismatch: Callable[[PreparedStep], None] = lambda _: None,
+        self, groups: Sequence[Group], version: int, signal: bool, watch: Stopwatch
     ) -> PreparedStep:
-        """Mini-batches with their plans, scored where the loss, its ratio or a comparison needs it.
+        """Mini-batches, scored where the loss, its ratio or a comparison needs it, without plans.
 
         A single update whose plan needs no scores runs no scoring pass: pi_old is the policy that
         the update itself evaluates. NonFiniteError: a statistic of a token is not finite.
-        MismatchAlarm: engine and trainer differ too much; `on_mismatch` is called before it.
         """
         parts = self.mini_batches(groups)
         batches = [self.actor.pack(part, version) for part in parts]
@@ -102,16 +100,14 @@ class StepPreparer:
             if scored:
                 for part, batch in zip(parts, batches, strict=True):
                     require_finite(part, batch, self.across)
-            plans: list[Signals] = []
-            prepared = PreparedStep(
-                version + 1, parts, batches, plans, updates, scored, scored and self.sensitivity
-            )
-            try:
-                plans.extend(self.plan(batch) for batch in batches)
-            except MismatchAlarm:
-                on_mismatch(prepared)
-                raise
-        return prepared
+        return PreparedStep(
+            version + 1, parts, batches, [], updates, scored, scored and self.sensitivity
+        )
+
+    def plan_all(self, prepared: PreparedStep, watch: Stopwatch) -> None:
+        """Add every mini-batch's plan. MismatchAlarm: engine and trainer differ too much."""
+        with watch("score"):
+            prepared.plans.extend(self.plan(batch) for batch in prepared.batches)
 
     def replan(self, prepared: PreparedStep, place: int) -> None:
         """Score and plan one mini-batch again, for its next update (train.replan)."""
@@ -159,23 +155,28 @@ class StepPreparer:
         self, parts: Sequence[Sequence[Group]], batches: list[TokenBatch], version: int
     ) -> list[TokenBatch]:
         """The batches with the reference model's surprisal, if there is one."""
+        found = []
         if self.served:
-            return [
-                self._with_served_reference(part, batch, version)
-                for part, batch in zip(parts, batches, strict=True)
-            ]
+            for part, batch in zip(parts, batches, strict=True):
+                groups = with_served_logprobs(part, self.config, self.actor.topology)
+                # packed like the rollouts' own log-probs: they are in the batch's order
+                served_T = -self.actor.pack(groups, version).rollout_logprob_T
+                found.append(dataclasses.replace(batch, reference_surprisal_T=served_T))
+            return found
         reference = self.actor.reference
         if reference is None:
             return batches
         with self.actor.base() if reference is self.actor else reference.on_device():
-            return [self._read_by(reference, batch) for batch in batches]
-
-    @staticmethod
-    def _read_by(reference: PolicyModel, batch: TokenBatch) -> TokenBatch:
-        ids_TK = batch.top_ids_TK
-        top_TK = None if ids_TK is None else reference.logprobs_of(batch, ids_TK)
-        surprisal_T = reference.score(batch).surprisal_T
-        return dataclasses.replace(batch, reference_surprisal_T=surprisal_T, teacher_top_TK=top_TK)
+            for batch in batches:
+                ids_TK = batch.top_ids_TK
+                top_TK = None if ids_TK is None else reference.logprobs_of(batch, ids_TK)
+                surprisal_T = reference.score(batch).surprisal_T
+                found.append(
+                    dataclasses.replace(
+                        batch, reference_surprisal_T=surprisal_T, teacher_top_TK=top_TK
+                    )
+                )
+        return found
 
     def _with_likeliest(self, batches: list[TokenBatch]) -> list[TokenBatch]:
         """The batches with the policy's likeliest tokens, where a teacher is to judge them."""
@@ -186,14 +187,6 @@ class StepPreparer:
             dataclasses.replace(batch, top_ids_TK=ids_TK, top_logprob_TK=logprob_TK)
             for batch, (ids_TK, logprob_TK) in zip(batches, found, strict=True)
         ]
-
-    def _with_served_reference(
-        self, part: Sequence[Group], batch: TokenBatch, version: int
-    ) -> TokenBatch:
-        """Packed like the rollouts' own log-probs, the servers' are in the batch's order."""
-        groups = with_served_logprobs(part, self.config, self.actor.topology)
-        surprisal_T = -self.actor.pack(groups, version).rollout_logprob_T
-        return dataclasses.replace(batch, reference_surprisal_T=surprisal_T)
 
     def _with_scores(
         self, batch: TokenBatch, scored: bool, keep_old: bool, old: OldPolicy
@@ -276,3 +269,50 @@ def place_of(groups: Sequence[Group], sequence: int) -> tuple[int, int]:
     places = [(group, number) for group in groups for number in range(len(group.rollouts))]
     group, number = places[sequence]
     return group.prompt.index, number
+
+
+def with_served_logprobs(
+    groups: Sequence[Group], config: Config, topology: Topology
+) -> list[Group]:
+    """The groups, whose rollouts have the log-probs of the reference model on servers
+    (sglang.reference_urls) in place of their own where this rank has their tokens. Each rank asks
+    for what it holds. Collective.
+    """
+    trained = trained_sequences(groups)
+    rank, first = topology.rank, topology.is_first
+    asked = [
+        place
+        for place, each in enumerate(trained)
+        if each.group.holder == rank or (each.group.holder == EVERY_RANK and first)
+    ]
+    found: dict[int, numpy.ndarray] = {}
+
+    def ask() -> dict[int, numpy.ndarray]:
+        policy, servers = config.policy, config.sglang
+        size = read_hf_config(policy.ref_hf_checkpoint or policy.hf_checkpoint).vocab_size
+        ids = [_ids(trained[place]) for place in asked]
+        read = read_logprobs(servers.reference_urls, servers, size, ids)
+        found.update(zip(asked, read, strict=True))
+        return {n: found[n] for n in asked if trained[n].group.holder == EVERY_RANK}
+
+    found |= agreed(topology, ask)[0]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    arrays: dict[int, numpy.ndarray] = {}
+    for place, logprobs in found.items():
+        number, group, _, _, offset, _ = trained[place]
+        whole = arrays.setdefault(number, numpy.zeros(rollouts[number].length, numpy.float32))
+        own = logprobs[group.prompt_length - 1 :]
+        whole[offset : offset + len(own)] = own
+    for number, logprobs in arrays.items():
+        rollouts[number] = dataclasses.replace(rollouts[number], logprobs=logprobs)  # type: ignore[call-arg]
+    replaced = iter(rollouts)
+    return [
+        dataclasses.replace(group, rollouts=tuple(itertools.islice(replaced, len(group.rollouts))))
+        for group in groups
+    ]
+
+
+def _ids(trained: TrainedSequence) -> numpy.ndarray:
+    rollout = trained.rollout
+    assert isinstance(rollout, Rollout), "this rank has its tokens"
+    return numpy.concatenate([trained.group.prompt.token_ids, rollout.response_ids])

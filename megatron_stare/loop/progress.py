@@ -6,7 +6,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,51 +33,66 @@ from megatron_stare.reporting import heartbeat
 from megatron_stare.reporting.live import training
 from megatron_stare.reporting.logbook import open_logbook
 from megatron_stare.reporting.provenance import record_start
-from megatron_stare.system import BestEffort
+from megatron_stare.system import BestEffort, return_memory
 
 # Errors that end a run; every rank raises them, so that all can save together.
 FATAL = (UserError, RunAlarm, FloatingPointError, EngineError)
 # After this many steps in a row without signal the run ends: data or reward must be at fault.
 MAX_STEPS_WITHOUT_SIGNAL = 20
+# Steps. On a CPU the allocator keeps freed blocks that later requests do not fit, and the process
+# grows.
+RETURN_INTERVAL = 10
 
 
-@dataclass
+# The attributes of Progress that a checkpoint holds as they are.
+_SAVED = ("step", "steps_without_signal", "nonfinite", "unwritten", "before")
+
+
 class Progress:
     """The loop's part of a checkpoint, next to the learner's and the collector's state."""
 
-    alarms: Alarms
-    step: int = 0
-    steps_without_signal: int = 0
-    nonfinite: int = 0  # steps in a row whose statistics or gradient were not finite
-    # Metrics of a trained step that the logbook lacks: its evaluation, or sending its weights to
-    # the engine, was interrupted.
-    unwritten: dict[str, float] = field(default_factory=dict)
-    solved: str = ""  # why nothing is left to learn
-    # Entropy of the last step that was measured, and its predicted change.
-    before: dict[str, float] = field(default_factory=dict)
-    _random_state: dict[str, Any] | None = None  # at the start of the current step
+    def __init__(self, config: Config, topology: Topology, target: float | None) -> None:
+        """`target` is the run's target entropy [nats], None if it has none."""
+        self.config, self.topology, self.directory = config, topology, Path(config.run.dir)
+        self.alarms = Alarms(config, topology, target)
+        self.step = 0
+        self.steps_without_signal = 0
+        self.nonfinite = 0  # steps in a row whose statistics or gradient were not finite
+        # Metrics of a trained step that the logbook lacks: its evaluation, or sending its weights
+        # to the engine, was interrupted.
+        self.unwritten: dict[str, float] = {}
+        self.solved = ""  # why nothing is left to learn
+        # Entropy of the last step that was measured, and its predicted change.
+        self.before: dict[str, float] = {}
+        self._random_state: dict[str, Any] | None = None  # at the start of the current step
 
     @property
     def written(self) -> int:
         """The last step whose line was written."""
         return self.step - bool(self.unwritten)
 
-    def has_next(self, total: int) -> bool:
+    @property
+    def has_next(self) -> bool:
         """Whether there is a step to take or a line to write, and neither an alarm nor a solved
         task ends the run.
         """
-        left = self.step < total or bool(self.unwritten)
+        left = self.step < self.config.train.num_rollout or bool(self.unwritten)
         return left and not self.alarms.stopping and not self.solved
 
-    def end(self, config: Config, *, printed: bool) -> bool:
+    def end(self) -> bool:
         """Whether the run has nothing to continue. RunAlarm: an alarm ended it."""
         self.alarms.end()
-        if self.solved and printed:
-            run_directory.end_solved(Path(config.run.dir), self.solved, self.step)
-        return (self.step >= config.train.num_rollout or bool(self.solved)) and not self.unwritten
+        if self.solved and self.topology.is_first:
+            run_directory.end_solved(self.directory, self.solved, self.step)
+        finished = self.step >= self.config.train.num_rollout or bool(self.solved)
+        return finished and not self.unwritten
 
     def start_step(self) -> None:
-        """Keep the random state: an unfinished step is repeated from it."""
+        """Keep the random state: an unfinished step is repeated from it. Every few steps, return
+        unused memory.
+        """
+        if self.step and self.step % RETURN_INTERVAL == 0:
+            return_memory()
         heartbeat.start_step(self.step + 1)
         self._random_state = random_state()
 
@@ -100,10 +114,11 @@ class Progress:
         self.step, self.unwritten, self._random_state = self.step + 1, metrics, None
         return metrics
 
-    def count_signal(self, collected: Collected, config: Config) -> None:
+    def count_signal(self, collected: Collected) -> None:
         """Count steps without signal: after too many in a row the task is `solved`, or
         NoSignalError is raised.
         """
+        config = self.config
         self.steps_without_signal = 0 if collected.signal else self.steps_without_signal + 1
         if self.steps_without_signal >= MAX_STEPS_WITHOUT_SIGNAL:
             if sentence := solved(collected.groups, config.rollout):
@@ -115,73 +130,60 @@ class Progress:
                 f"scoring.reward={config.scoring.reward!r} and data.prompt_data's difficulty"
             )
 
-    def count_nonfinite(
-        self, error: NonFiniteError | None, config: Config, *, printed: bool
-    ) -> None:
+    def count_nonfinite(self, error: NonFiniteError | None) -> None:
         """Count steps in a row without an update, each for its `error`; a step without error
         resets the count. NonFiniteError after train.max_nonfinite_steps in a row.
         """
         if error is None:
             self.nonfinite = 0
             return
-        self.nonfinite += 1
+        self.nonfinite, most = self.nonfinite + 1, self.config.train.max_nonfinite_steps
         self.alarms.suspect("nonfinite", error.rollout)
-        if printed:
+        if self.topology.is_first:
             print(f"step {self.step + 1}: no update: {error}", file=sys.stderr, flush=True)
-        if self.nonfinite >= config.train.max_nonfinite_steps:
+        if self.nonfinite >= most:
             raise NonFiniteError(
                 f"{self.nonfinite} steps in a row were not finite "
-                f"(train.max_nonfinite_steps={config.train.max_nonfinite_steps}): {error}"
+                f"(train.max_nonfinite_steps={most}): {error}"
             ) from error
 
-    def state(self, topology: Topology) -> dict[str, Any]:
+    @contextmanager
+    def lines(self) -> Iterator[Callable[[dict[str, float]], None]]:
+        """A function that writes a step's metrics: into the logbook and on the terminal on the
+        first rank, and to the alarms.
+        """
+        directory, total = self.directory, self.config.train.num_rollout
+        first = self.topology.is_first
+        with (
+            open_logbook(self.config.run, self.written, enabled=first) as logbook,
+            training(directory.name, total, completed=self.step, enabled=first) as live,
+        ):
+            if first and not self.has_next:
+                run_directory.say_complete(directory, self.step, total)
+            elif first:
+                kept = BestEffort("the report lacks this start")
+                kept(lambda: record_start(directory, self.topology.world_size))
+
+            def write(metrics: dict[str, float]) -> None:
+                if logbook:
+                    logbook.write(self.step, metrics)
+                live.step(metrics | {"step": self.step})
+                self.alarms.watch(self.step, metrics)
+
+            yield write
+
+    def state(self) -> dict[str, Any]:
         """The state for a checkpoint. Collective."""
-        return {
-            "step": self.step,
-            "steps_without_signal": self.steps_without_signal,
-            "nonfinite": self.nonfinite,
-            "unwritten": self.unwritten,
-            "before": self.before,
-            "alarms": self.alarms.state(),
-            "random_states": topology.gather(self._random_state or random_state()),
-        }
+        states = self.topology.gather(self._random_state or random_state())
+        kept = {name: getattr(self, name) for name in _SAVED}
+        return kept | {"alarms": self.alarms.state(), "random_states": states}
 
-    def load_state(self, state: dict[str, Any], topology: Topology) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
-        self.step = state["step"]
-        self.steps_without_signal = state["steps_without_signal"]
-        self.nonfinite = state["nonfinite"]
-        self.unwritten = state["unwritten"]
-        self.before = state["before"]
+        for name in _SAVED:
+            setattr(self, name, state[name])
         self.alarms.load_state(state["alarms"])
-        restore_random_state(state["random_states"], topology.rank)
-
-
-@contextmanager
-def lines_of(
-    config: Config, progress: Progress, *, enabled: bool
-) -> Iterator[Callable[[dict[str, float]], None]]:
-    """A function that writes a step's metrics: into the logbook and on the terminal if `enabled`,
-    and to the alarms.
-    """
-    directory, total, done = Path(config.run.dir), config.train.num_rollout, progress.step
-    with (
-        open_logbook(config.run, progress.written, enabled=enabled) as logbook,
-        training(directory.name, total, completed=done, enabled=enabled) as live,
-    ):
-        if enabled and not progress.has_next(total):
-            run_directory.say_complete(directory, done, total)
-        elif enabled:
-            kept = BestEffort("the report lacks this start")
-            kept(lambda: record_start(directory, progress.alarms.topology.world_size))
-
-        def write(metrics: dict[str, float]) -> None:
-            if logbook:
-                logbook.write(progress.step, metrics)
-            live.step(metrics | {"step": progress.step})
-            progress.alarms.watch(progress.step, metrics)
-
-        yield write
+        restore_random_state(state["random_states"], self.topology.rank)
 
 
 class SavedRun:
@@ -198,7 +200,7 @@ class SavedRun:
         load: str = LATEST,
     ) -> None:
         self.progress, self.learner, self.collector, self.load = progress, learner, collector, load
-        self.topology, directory = actor.topology, Path(actor.config.run.dir) / "checkpoints"
+        directory = progress.directory / "checkpoints"
         self.checkpoints = Checkpoints(actor, directory, actor.config.run)
 
     def save_due(self, metrics: Mapping[str, float]) -> None:
@@ -223,12 +225,12 @@ class SavedRun:
             state = self.checkpoints.load(newest)
             self.learner.state = state["loss_state"]
             self.collector.load_state(state["collector"])
-            self.progress.load_state(state, self.topology)
+            self.progress.load_state(state)
         self.progress.alarms.forget_after(self.progress.written)
 
     def _state(self) -> dict[str, Any]:
         loop = {"loss_state": self.learner.state, "collector": self.collector.state()}
-        return loop | self.progress.state(self.topology)
+        return loop | self.progress.state()
 
 
 def random_state() -> dict[str, Any]:

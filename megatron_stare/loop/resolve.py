@@ -63,10 +63,13 @@ def resolve(config: Config) -> Resolved:
         found(lambda: check_settings(config, hf.max_position_embeddings))
         found(lambda: check_cache(config, hf))
     found(lambda: _check_distillation(config))
-    reference = found(lambda: _reference(config))
+    reference = None
+    if place := config.reference:
+        reference = found(lambda: build.read_hf_config(place, "policy.ref_hf_checkpoint"))
     if hf and reference:
         found(lambda: _check_updates(config, hf, reference))
-    found(lambda: _check_reference_servers(config))
+    if urls := config.sglang.reference_urls:
+        found(lambda: check_servers(urls, config.sglang, config.longest_sequence))
     objective = found(lambda: objective_of(effective_loss(config)))
     judge = found(lambda: build_judge(config))
     offered = found(lambda: offered_tools(config)) if tools else ()
@@ -92,11 +95,6 @@ def check_ahead(config: Config) -> None:
     resolve(config).judge.close()
 
 
-def _reference(config: Config) -> PretrainedConfig | None:
-    place = config.reference
-    return build.read_hf_config(place, "policy.ref_hf_checkpoint") if place else None
-
-
 _EMBEDDINGS = ("vocab_size", "tie_word_embeddings")
 
 
@@ -113,12 +111,6 @@ def _check_updates(config: Config, hf: PretrainedConfig, reference: PretrainedCo
             f"policy.ref_hf_checkpoint={config.reference}, another kind of model ({other[0]}: "
             f"{ours[other[0]]} and {theirs.get(other[0])}); choose one like the policy"
         )
-
-
-def _check_reference_servers(config: Config) -> None:
-    urls = config.sglang.reference_urls
-    if urls:
-        check_servers(urls, config.sglang, config.longest_sequence)
 
 
 def check_reference_tokens(

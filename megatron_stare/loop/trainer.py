@@ -7,22 +7,16 @@ from pathlib import Path
 
 from megatron_stare.config import Config, TaskSolved
 from megatron_stare.loop import assemble, run_directory
-from megatron_stare.loop.alarms import Alarms
 from megatron_stare.loop.interrupt import Interrupt, Interrupted
 from megatron_stare.loop.metrics import Stopwatch, gpu_metrics
 from megatron_stare.loop.prepare import target_of
-from megatron_stare.loop.progress import FATAL, Progress, SavedRun, lines_of
+from megatron_stare.loop.progress import FATAL, Progress, SavedRun
 from megatron_stare.loop.recording.record import Recorder
 from megatron_stare.policy.checkpoints.checkpoints import LATEST
 from megatron_stare.policy.huggingface.shape import shape_of
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.heartbeat import phase
 from megatron_stare.reporting.problem_scores import start_key
-from megatron_stare.system import return_memory
-
-# Steps. On a CPU the allocator keeps freed blocks that later requests do not fit, and the process
-# grows; an evaluation, whose caches are large, begins without such blocks.
-RETURN_INTERVAL = 10
 
 
 class Trainer:
@@ -30,13 +24,9 @@ class Trainer:
 
     def __init__(self, config: Config, topology: Topology, load: str = LATEST) -> None:
         self.config, self.topology, self.directory = config, topology, Path(config.run.dir)
-        if topology.is_first:
-            run_directory.claim(config)
         parts = assemble.assemble(config, topology)
         self.actor, self.engine, self.collector, self.evaluator, self.judge, self.learner = parts
-        self.progress = Progress(
-            Alarms(config, topology, target_of(config, self.learner.objective))
-        )
+        self.progress = Progress(config, topology, target_of(config, self.learner.objective))
         self.recorder, self.interrupt = Recorder(config, topology), Interrupt()
         self.saved = SavedRun(self.progress, self.actor, self.learner, self.collector, load)
 
@@ -47,28 +37,23 @@ class Trainer:
 
     def run(self, interrupt: Interrupt) -> bool:
         """Train to train.num_rollout steps, from the newest checkpoint if any. True: complete."""
-        first, self.interrupt = self.topology.is_first, interrupt
-        lock = run_directory.locked(self.directory) if first else nullcontext()
+        self.interrupt = interrupt
+        lock = run_directory.locked(self.directory) if self.topology.is_first else nullcontext()
         with lock, closing(self.judge), closing(self.engine), closing(self.collector):
             with phase("resume"):
                 self.saved.resume()
                 self._sync()
                 self.learner.start(self.step)
-            return self._train(self.config.train.num_rollout, first)
-
-    def _train(self, total: int, first: bool) -> bool:
-        with lines_of(self.config, self.progress, enabled=first) as write:
-            while self.progress.has_next(total):
-                try:
-                    metrics = self._step()
-                except Interrupted:
-                    break
-                write(metrics)
-                self.saved.save_due(metrics)
-                if self.step % RETURN_INTERVAL == 0:
-                    return_memory()
-            self.saved.save_last()
-        return self.progress.end(self.config, printed=first)
+            with self.progress.lines() as write:
+                while self.progress.has_next:
+                    try:
+                        metrics = self._step()
+                    except Interrupted:
+                        break
+                    write(metrics)
+                    self.saved.save_due(metrics)
+                self.saved.save_last()
+            return self.progress.end()
 
     def _step(self) -> dict[str, float]:
         """The metrics of one step and, where it is due, of its evaluation. An error that ends the
@@ -80,8 +65,8 @@ class Trainer:
             if self.evaluator.due(self.step):
                 self.progress.unwritten, watch = metrics, Stopwatch()
                 self.collector.prefetch(self.step)
-                with watch("evaluate"):
-                    metrics = metrics | self._evaluated()
+                with watch("evaluate"), self.interrupt.ending(self.evaluator.stop):
+                    metrics = metrics | self.evaluator.evaluate(self.step)
                 metrics = watch.added_to(metrics)
         except TaskSolved as solved:
             self.progress.solved = str(solved)
@@ -97,13 +82,9 @@ class Trainer:
         """The evaluation of the policy that the first step starts from, if it is asked for."""
         if self.step or not self.config.evaluation.eval_at_start:
             return {}
-        with phase("evaluate"):
-            return {start_key(key): value for key, value in self._evaluated().items()}
-
-    def _evaluated(self) -> dict[str, float]:
-        return_memory()
-        with self.interrupt.ending(self.evaluator.stop):
-            return self.evaluator.evaluate(self.step)
+        with phase("evaluate"), self.interrupt.ending(self.evaluator.stop):
+            found = self.evaluator.evaluate(self.step)
+        return {start_key(key): value for key, value in found.items()}
 
     def train_step(self) -> dict[str, float]:
         """One step: collect, record, learn, finish, sync. Interrupted: before its updates."""
@@ -116,21 +97,18 @@ class Trainer:
             self.recorder.write(self.step + 1, collected, self.actor)
         self.interrupt.check()
         batch = (collected.groups, self.step, collected.signal)
-        result = self.learner.step(*batch, watch, self.interrupt.asked)
-        if result.skipped == "interrupted":
-            raise Interrupted
-        self.progress.count_nonfinite(result.error, self.config, printed=self.topology.is_first)
+        result = self.learner.step(*batch, watch, self.interrupt.check)
+        self.progress.count_nonfinite(result.error)
         metrics = collected.metrics | result.metrics | {"skipped": float(not collected.signal)}
         metrics = self.progress.end_step(metrics, collected.groups)
         with watch("wait"), self.interrupt.ending(self.collector.stop):
             self.collector.finish_step(metrics, result.old_logprobs)
         with watch("sync"):
             self._sync()
-        self.progress.count_signal(collected, self.config)
-        seconds, updates = watch.seconds(), 0 if result.skipped else self.config.train.epochs
-        used = gpu_metrics(
-            self.topology, shape_of(self.actor.hf), collected.groups, seconds, updates
-        )
+        self.progress.count_signal(collected)
+        seconds, shape = watch.seconds(), shape_of(self.actor.hf)
+        updates = self.config.train.epochs * result.updated
+        used = gpu_metrics(self.topology, shape, collected.groups, seconds, updates)
         return metrics | self.engine.counts() | seconds | used
 
     def _sync(self) -> None:

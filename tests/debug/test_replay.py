@@ -114,7 +114,9 @@ def test_a_replay_compares_objectives_on_the_same_tokens(tmp_path: Path, topolog
     # The gate is open: of the same reduction and ratio 1, only the chosen tokens differ.
     chosen = stare.metrics["chosen_positive"] + stare.metrics["chosen_negative"]
     assert grpo.differing == chosen > 0 and grpo.first is not None
-    planned = again.learner.preparer.prepare(again.groups(again.heads[-1]), 1, True, Stopwatch())
+    preparer, watch = again.learner.preparer, Stopwatch()
+    planned = preparer.prepare(again.groups(again.heads[-1]), 1, True, watch)
+    preparer.plan_all(planned, watch)
     (batch,), (plan,) = planned.batches, planned.plans
     bound = again.learner.objective.bind(effective_loss(again.config))
     asked_T = again.actor.token_gradient(batch, bound, plan)[:, 0]

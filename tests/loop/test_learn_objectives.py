@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from megatron_stare.config import LossConfig, override
 from megatron_stare.loop.learn import Learner
+from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.prepare import effective_loss
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.losses import objective_of
@@ -34,10 +34,6 @@ REQUIRED = {
 }
 
 
-def watch(phase: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 def train(directory: Path, names: list[str], steps: int) -> dict[str, list[dict[str, float]]]:
     """Metrics of every step of every objective: two updates each."""
     epochs = (
@@ -56,9 +52,7 @@ def train(directory: Path, names: list[str], steps: int) -> dict[str, list[dict[
     for name in names:
         own = override(config, [f"loss.name={name}", *REQUIRED.get(name, ())])
         learner = Learner(own, objective_of(effective_loss(own)), run.actor)
-        found[name] = [
-            learner.step(groups, 0, True, watch, lambda: False).metrics for _ in range(steps)
-        ]
+        found[name] = [learner.step(groups, 0, True, Stopwatch()).metrics for _ in range(steps)]
     topologies.stop()
     return found
 
@@ -112,7 +106,7 @@ def test_the_last_step_decides_the_temperature_at_which_pi_old_is_scored(
         asked.clear()
         updates.clear()
         expected = score(packed, tempering=tempering).tempered_T
-        assert run.learner.step(groups, 0, True, watch, lambda: False).skipped is None
+        assert run.learner.step(groups, 0, True, Stopwatch()).updated
         assert asked == [tempering, None]
         (first, _, plan), (second, _, later) = updates
         assert torch.equal(first.tempered_T, expected) and torch.equal(second.tempered_T, expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import LossConfig
+from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.prepare import updates_per_rollout
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
@@ -85,10 +85,6 @@ def recorded(run: Trainer) -> list[Update]:
     return updates
 
 
-def watch(phase: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 def twin_of(name: str, update: Update, pi_old: list[float], config: LossConfig) -> Any:
     """The float64 twin's losses and slopes, with pi_old as it was measured before the step."""
     surprisal, advantage = update.column("surprisal"), update.column("advantage")
@@ -111,7 +107,7 @@ def test_every_update_starts_its_ratio_at_the_policy_before_the_step(
     batches = [run.actor.pack(part, 0) for part in learner.preparer.mini_batches(groups)]
     before = [run.actor.score(batch).surprisal_T for batch in batches]
     updates = recorded(run)
-    metrics = learner.step(groups, 0, True, watch, lambda: False).metrics
+    metrics = learner.step(groups, 0, True, Stopwatch()).metrics
     train = run.config.train
     assert len(updates) == train.num_steps_per_rollout * train.epochs >= 2
     coefficients = [
@@ -168,7 +164,7 @@ def test_lopti_updates_on_improbable_tokens_and_then_on_the_others(
         return done
 
     run.actor.update = recorded_update  # type: ignore[method-assign]
-    assert run.learner.step(groups, 0, True, watch, lambda: False).skipped is None
+    assert run.learner.step(groups, 0, True, Stopwatch()).updated
     assert len(sides) == 4, "two mini-batches, low and high"
     for number, (old, trained) in enumerate(sides):
         expected = before[number % 2]

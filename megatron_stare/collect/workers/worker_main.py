@@ -47,7 +47,7 @@ class WorkerParts(NamedTuple):
     engine: Engine
     plain: Any  # the same engine without tools
     pool: PoolReplica | None  # of a run on servers
-    evaluate: Callable[..., Any]  # loop/evaluation/examining.py: Examiner.rows
+    evaluate: Callable[..., Any]  # loop/evaluation/examining.py: Examiner.problems
 
 
 @dataclass(frozen=True)

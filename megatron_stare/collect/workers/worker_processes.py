@@ -64,7 +64,7 @@ class WorkerProcesses:
 
     def evaluate(self, problems: Any, kept: Any) -> Sequence[Future[Sequence[Any]]]:
         """Sample and judge an evaluation set; prompts that are decoded together go to one process.
-        The futures have the rows of Examiner.rows.
+        The futures have the problems of Examiner.problems.
         """
         together = decoded_together(self._config, problems.samples)
         owners = assigned(problems.prompts, [0], self._config.rollout.workers, together)

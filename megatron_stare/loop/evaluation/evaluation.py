@@ -7,18 +7,17 @@ and sampling settings, whatever the step is called. Those of other weights are l
 
 from __future__ import annotations
 
-import json
+import pickle
 import shutil
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_stare.collect.workers.worker_processes import WorkerProcesses
 from megatron_stare.config import Config
 from megatron_stare.loop.evaluation import sets as evaluation_sets
-from megatron_stare.loop.evaluation.examining import Destinations, Examiner, Row
+from megatron_stare.loop.evaluation.examining import Destinations, Examiner
 from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.loop.parts import offered_tools
 from megatron_stare.numerics.exchange import all_gather_bytes
@@ -26,28 +25,15 @@ from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.reporting.problem_scores import (
     EVALUATION,
     Problem,
-    Response,
     problem_row,
     responses_directory,
     set_metrics,
 )
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.judge import Judge
-from megatron_stare.system import json_line
+from megatron_stare.system import json_line, return_memory
 
 PROBLEMS_NAME = "problems.jsonl"
-
-
-class Examiners(Protocol):
-    """The worker processes of a run."""
-
-    def evaluate(self, one: EvaluationSet, kept: Destinations) -> Sequence[Future[Sequence[Row]]]:
-        """The rows as of Examiner.rows: each process of this rank takes its part of the set."""
-        ...
-
-    def abort(self) -> None:
-        """Have this rank's processes end what they sample."""
-        ...
 
 
 class Evaluator:
@@ -62,7 +48,7 @@ class Evaluator:
         engine: Engine,
         judge: Judge,
         topology: Topology,
-        workers: Examiners | None = None,
+        workers: WorkerProcesses | None = None,
     ) -> None:
         """`workers` do it, where there are any."""
         self.config, self.engine, self.topology, self.workers = config, engine, topology, workers
@@ -91,6 +77,7 @@ class Evaluator:
         journals: where finished rollouts of what `policy` names are kept, and found again.
         The responses are kept as text in responses_directory.
         """
+        return_memory()  # the engine's caches are large: no freed blocks are in their way
         metrics: dict[str, float] = {}
         for one in self.sets:
             journal = journals / f"{one.name}-{one.fingerprint(policy)}" if journals else None
@@ -110,12 +97,12 @@ class Evaluator:
         """The set's problems in order, on every rank;
         each worker process, or else each of the engine's sources, samples and judges its share.
         """
-        rows: list[Row] = []
+        mine: list[Problem] = []
         agreed(self.topology, lambda: self._forget(kept))
-        agreed(self.topology, lambda: rows.extend(self._mine(one, kept)))
+        agreed(self.topology, lambda: mine.extend(self._mine(one, kept)))
         # the texts of the responses stay where they are
-        everyone = all_gather_bytes(json.dumps(rows).encode(), self.topology.host)
-        problems = [self._problem(one, *row) for content in everyone for row in json.loads(content)]
+        everyone = all_gather_bytes(pickle.dumps(mine), self.topology.host)
+        problems = [problem for content in everyone for problem in pickle.loads(content)]
         return sorted(problems, key=lambda problem: problem.index)
 
     def _forget(self, kept: Destinations) -> None:
@@ -123,21 +110,15 @@ class Evaluator:
         if self.topology.is_first:
             shutil.rmtree(kept.responses, ignore_errors=True)
 
-    def _problem(
-        self, one: EvaluationSet, place: int, answers: list[str], responses: list[list[Any]]
-    ) -> Problem:
-        prompt, given = one.prompts[place], tuple(Response(*each) for each in responses)
-        return Problem(place, prompt.text, prompt.label, one.copies[place], tuple(answers), given)
-
-    def _mine(self, one: EvaluationSet, kept: Destinations) -> Sequence[Row]:
+    def _mine(self, one: EvaluationSet, kept: Destinations) -> Sequence[Problem]:
         """This rank's share of the set's problems."""
         if self.workers is not None:
             parts = self.workers.evaluate(one, kept)
             self.engine.wait(parts)
-            return [row for part in parts for row in part.result()]
+            return [problem for part in parts for problem in part.result()]
         rank, sources = self.topology.rank, self.engine.sources
         places = range(rank, len(one.prompts), sources) if rank < sources else range(0)
-        return self.examiner.rows(one, places, kept, f"rank_{rank}_of_{sources}")
+        return self.examiner.problems(one, places, kept, f"rank_{rank}_of_{sources}")
 
 
 def write_problems(problems: dict[str, list[Problem]], directory: Path) -> Path:

@@ -5,7 +5,6 @@ worker's.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from megatron_stare.collect.journal import Journal, Key
 from megatron_stare.config import Config, EngineError, ScoringConfig
 from megatron_stare.loop.evaluation.sets import EvaluationSet
 from megatron_stare.records import Rollout, readable
-from megatron_stare.reporting.problem_scores import Response, count_reflections
+from megatron_stare.reporting.problem_scores import Problem, Response, count_reflections
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.judge import Judge, RewardBackend, sample_of
 from megatron_stare.scoring.verdict import Sample, Verdict
@@ -27,8 +26,6 @@ from megatron_stare.system import BestEffort, atomic_file, json_line
 # A journal's directory is named after the weights that sampled its rollouts, so that no version in
 # it is too old, whichever attempt of whichever run it comes from.
 _ATTEMPTS, _OLDEST = {"evaluation": 0}, -(1 << 31)
-
-Row = tuple[int, list[str], list[tuple[Any, ...]]]  # place, answers, fields of each Response
 
 
 class Destinations(NamedTuple):
@@ -47,9 +44,9 @@ class Examiner:
     judge: Judge
     wait: Callable[[Sequence[Future[Any]]], None]
 
-    def rows(
+    def problems(
         self, one: EvaluationSet, places: Sequence[int], kept: Destinations, folder: str
-    ) -> list[Row]:
+    ) -> list[Problem]:
         """The set's problems at these places. `folder` of the journal's directory gets the finished
         rollouts; what any folder of it has is not sampled again.
         """
@@ -110,16 +107,16 @@ class Examiner:
         places: Sequence[int],
         rollouts: Sequence[Rollout],
         verdicts: Sequence[Verdict],
-    ) -> list[Row]:
+    ) -> list[Problem]:
         n, words = one.samples, self.config.evaluation.reflection_words
         by_problem = [verdicts[start : start + n] for start in range(0, len(verdicts), n)]
         scoring = self.config.scoring
         rewards = [scoring.deciding(one.prompts[place].metadata) for place in places]
         classes = answer_classes(by_problem, rewards, self.judge, scoring)
-        rows = list[Row]()
+        problems = []
         for number, (place, (answers, given)) in enumerate(zip(places, classes, strict=True)):
-            own = rollouts[number * n : (number + 1) * n]
-            responses = [
+            own, prompt = rollouts[number * n : (number + 1) * n], one.prompts[place]
+            responses = tuple(
                 Response(
                     verdict.verdict,
                     answer,
@@ -128,9 +125,10 @@ class Examiner:
                     count_reflections(rollout.text, words),
                 )
                 for verdict, answer, rollout in zip(by_problem[number], given, own, strict=True)
-            ]
-            rows.append((place, list(answers), [dataclasses.astuple(each) for each in responses]))
-        return rows
+            )
+            asked = (place, prompt.text, prompt.label, one.copies[place])
+            problems.append(Problem(*asked, tuple(answers), responses))
+        return problems
 
 
 def _note(

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, EngineError, MismatchAlarm
 from megatron_stare.data.prompts import PromptStream
-from megatron_stare.loop.observers import StepObserver
 from megatron_stare.loop.parity.parity import Reader, beyond, cause, compare, limit, sample
 from megatron_stare.loop.parity.scoring import by_sequence
 from megatron_stare.loop.prepare import PreparedStep
@@ -28,7 +27,7 @@ TOKENS = 64  # of a response before training
 WORST = 4  # rollouts of a table
 
 
-class Witness(StepObserver):
+class Witness:
     """Compares trainer and engine before the first step, and writes a table when they differ."""
 
     def __init__(
@@ -45,9 +44,10 @@ class Witness(StepObserver):
         self._written: int | None = None
         self._best_effort = BestEffort("the run has no parity table of this step")
 
-    def on_start(self, step: int) -> None:
+    def check_start(self, step: int) -> None:
         """Before the first step of a run with mismatch.parity_before: MismatchAlarm, with the
-        figures and the likely cause, where the engine's log-probs are beyond the limit.
+        figures and the likely cause, where the engine's log-probs are beyond the limit. The engine
+        has the weights after `step` steps. Collective.
         """
         count, most = self.config.mismatch.parity_before, limit(self.config)
         if step or not count:
@@ -69,35 +69,24 @@ class Witness(StepObserver):
             )
         raise MismatchAlarm(self.topology.gather(message)[0])
 
-    def on_mismatch(self, prepared: PreparedStep) -> None:
-        """Write the table of the batches that raise the alarm."""
-        self.write(prepared.number, prepared.parts, prepared.batches)
-
-    def on_updated(
-        self,
-        prepared: PreparedStep,
-        shown: Sequence[TokenBatch],
-        metrics: Mapping[str, float],
-    ) -> dict[str, float]:
-        """Write the table if the metrics are beyond mismatch.alarm or alarms.mismatch."""
+    def look(self, prepared: PreparedStep, metrics: Mapping[str, float]) -> None:
+        """`write`, if the step's metrics are beyond mismatch.alarm or alarms.mismatch."""
         bound = self.config.alarms.mismatch
         differs = bool(bound) and metrics.get("logprob_diff_mean", 0.0) > bound
-        if shown and (differs or metrics.get("mismatch_alarm_masked")):
-            self.write(prepared.number, prepared.parts, shown)
-        return {}
+        if prepared.batches and (differs or metrics.get("mismatch_alarm_masked")):
+            self.write(prepared)
 
-    def write(
-        self, step: int, parts: Sequence[Sequence[Group]], batches: Sequence[TokenBatch]
-    ) -> None:
+    def write(self, prepared: PreparedStep) -> None:
         """Write run.dir/parity_step_<step>.txt, the table of the rollouts that are furthest apart,
-        at most once in alarms.window steps. The batches are scored.
+        at most once in alarms.window steps. The step's batches are scored. Collective.
         """
+        step = prepared.number
         if self._written is not None and step - self._written < self.config.alarms.window:
             return
         self._written = step
-        apart = [_apart(batch, self.topology.across.group) for batch in batches]
+        apart = [_apart(batch, self.topology.across.group) for batch in prepared.batches]
         place = max(range(len(apart)), key=lambda number: float(apart[number].max()))
-        found = self._table(parts[place], batches[place], apart[place])
+        found = self._table(prepared.parts[place], prepared.batches[place], apart[place])
         if found is not None:
             path = Path(self.config.run.dir) / f"parity_step_{step:08d}.txt"
             content = text(found, self.tokenizer.decode) + "\n"

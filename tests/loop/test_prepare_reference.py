@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
-from megatron_stare.loop import reference
+from megatron_stare.loop import prepare
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from tests.small_run import small_config
@@ -29,7 +29,7 @@ def test_every_sequence_of_an_episode_is_read_on_its_own(
         asked.extend(ids.tolist() for ids in sequences)
         return [-ids[1:] / 10 - numpy.arange(1, len(ids)) for ids in sequences]
 
-    monkeypatch.setattr(reference, "read_logprobs", read)
+    monkeypatch.setattr(prepare, "read_logprobs", read)
     plain = Group(
         Prompt(0, numpy.array([7, 8], numpy.int32), label=""),
         (rollout([1, 2, 3], [1, 1, 1]), rollout([4, 5], [1, 0])),
@@ -38,7 +38,7 @@ def test_every_sequence_of_an_episode_is_read_on_its_own(
     agents = Group(Prompt(1, numpy.array([7], numpy.int32), label=""), (episode,))
     elsewhere = Group(Prompt(2, numpy.zeros(0, numpy.int32), label=""), (), holder=1)
     config, groups = small_config(tmp_path), [plain, agents, elsewhere]
-    found = reference.with_served_logprobs(groups, config, topology)
+    found = prepare.with_served_logprobs(groups, config, topology)
     assert asked == [[7, 8, 1, 2, 3], [7, 8, 4, 5], [20, 21, 22], [30, 31]]
     expected = [[-2.1, -3.2, -4.3], [-2.4, -3.5], [0, -3.1, -4.2, 0, -4.1]]
     rollouts = [one for group in found for one in group.rollouts]

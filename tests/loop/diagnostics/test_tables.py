@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_stare.loop.diagnostics.observer import (
+from megatron_stare.loop.diagnostics.tables import (
     ADVANTAGE_EDGES,
     SURPRISAL_EDGES,
     Tables,

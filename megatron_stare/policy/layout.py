@@ -233,14 +233,15 @@ def _of_routers(
     """
     if routing is None:
         return {}
-    real = numpy.zeros(padded, numpy.bool_)
-    chosen = numpy.full((padded, len(routing.layers), routing.top_k), -1, numpy.int16)
-    given = [one for one in sequences if one.routing is not None]
+    found = {"real_R": numpy.zeros(padded, numpy.bool_)}
+    if any(one.routing is not None for one in sequences):
+        shape = (padded, len(routing.layers), routing.top_k)
+        found["routing_RLK"] = numpy.full(shape, -1, numpy.int16)
     for begin, one in zip(begin_n.tolist(), sequences, strict=False):
-        real[begin : begin + one.input_length] = True
+        found["real_R"][begin : begin + one.input_length] = True
         if one.routing is not None:
-            chosen[begin : begin + len(one.routing)] = one.routing
-    return {"real_R": real, "routing_RLK": chosen} if given else {"real_R": real}
+            found["routing_RLK"][begin : begin + len(one.routing)] = one.routing
+    return found
 
 
 def _loss_tokens(

@@ -48,7 +48,7 @@ class HashedFile:
         return self._digest.hexdigest()
 
 
-class Journal:
+class ConversionJournal:
     """The files that a conversion has finished in a directory, a line each: a kill costs the one
     that is being written. `done`: those that are still what was written, by their names.
     """

@@ -107,7 +107,7 @@ def megatron_to_hf(
     if layout is None or {name for file in layout.files for name in file.tensors} != set(shapes):
         layout = hf_files.default_layout(sizes)
     with _working_directory(source, target, {"to": "hf", "dtype": dtype}) as working:
-        journal = manifest.Journal(working)
+        journal = manifest.ConversionJournal(working)
         for file in layout.files:
             if file.name not in journal.done:
                 own = {name: shapes[name] for name in file.tensors}

@@ -216,7 +216,7 @@ class CheckpointWriter:
 
     def __init__(self, directory: Path, places: Places) -> None:
         self.directory, self.places = directory, places
-        self.journal = manifest.Journal(directory)
+        self.journal = manifest.ConversionJournal(directory)
 
     def add(self, number: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Write part `number` with these parameters, unless an earlier attempt finished it."""

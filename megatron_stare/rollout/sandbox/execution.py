@@ -47,26 +47,14 @@ class Execution:
 class CodeRunner(Protocol):
     """The interface of local and remote sandboxes. Thread-safe."""
 
-    def run(
-        self,
-        code: str,
-        stdin: str = "",
-        wall_seconds: float | None = None,
-        on_start: OnStart = None,
-    ) -> Execution:
-        """Run code in a fresh interpreter; `wall_seconds` can only lower the configured limit.
-        `on_start` is called, in any thread, when the wait for a free place is over.
-        """
+    def run(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
+        """Run code in a fresh interpreter; `wall_seconds` can only lower the configured limit."""
         ...
 
-    async def run_async(
-        self,
-        code: str,
-        stdin: str = "",
-        wall_seconds: float | None = None,
-        on_start: OnStart = None,
-    ) -> Execution:
-        """`run` for coroutines."""
+    async def run_async(self, code: str, on_start: OnStart = None) -> Execution:
+        """`run` for coroutines. `on_start` is called, in any thread, when the wait for a free place
+        is over.
+        """
         ...
 
     def close(self) -> None:

@@ -53,28 +53,15 @@ class RemoteSandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(
-        self,
-        code: str,
-        stdin: str = "",
-        wall_seconds: float | None = None,
-        on_start: OnStart = None,
-    ) -> Execution:
+    def run(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
         """Run code in a fresh interpreter of the server. CallLost: the server fails `max_attempts`
         times with this code but runs other code. SandboxError: it runs none.
         """
-        return self._thread.run(self._run(code, stdin, wall_seconds, on_start))
+        return self._thread.run(self._run(code, stdin, wall_seconds))
 
-    async def run_async(
-        self,
-        code: str,
-        stdin: str = "",
-        wall_seconds: float | None = None,
-        on_start: OnStart = None,
-    ) -> Execution:
-        """`run` for coroutines."""
-        call = self._run(code, stdin, wall_seconds, on_start)
-        return await asyncio.wrap_future(self._thread.submit(call))
+    async def run_async(self, code: str, on_start: OnStart = None) -> Execution:
+        """`run` for coroutines; `on_start` is called when the wait for a free place is over."""
+        return await asyncio.wrap_future(self._thread.submit(self._run(code, on_start=on_start)))
 
     def close(self) -> None:
         """End the requests and the connections."""
@@ -85,7 +72,11 @@ class RemoteSandbox:
     # --- in the thread
 
     async def _run(
-        self, code: str, stdin: str, wall_seconds: float | None, on_start: OnStart
+        self,
+        code: str,
+        stdin: str = "",
+        wall_seconds: float | None = None,
+        on_start: OnStart = None,
     ) -> Execution:
         most = self.config.wall_seconds
         seconds = most if wall_seconds is None else min(wall_seconds, most)

@@ -107,7 +107,7 @@ class Guard:
             data = data[os.write(self.answer_fd, data) :]
 
     def _call(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One call: feed, watch, judge, stop."""
+        """One call: feed, watch, judge, stop. Returns fields of execution.Execution."""
         runner = self.runner
         assert runner is not None
         if request["keep"]:

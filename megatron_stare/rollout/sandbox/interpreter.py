@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from megatron_stare.config import SandboxConfig, UserError
 from megatron_stare.rollout.sandbox.call_monitor import empty_directory
+from megatron_stare.rollout.sandbox.execution import Execution
 
 log = logging.getLogger(__name__)
 
@@ -118,11 +119,6 @@ class Interpreter:
         if isolation == "bubblewrap":
             self.held |= {"processes", "network", "disk", "mounts", "files", "signals"}
 
-    @property
-    def pid(self) -> int:
-        """The pid of the outermost process."""
-        return self._process.pid
-
     def prepare(self) -> None:
         """Wait until the processes of the previous call are gone.
         InterpreterNotReady: they are not, or the interpreter has ended.
@@ -145,8 +141,8 @@ class Interpreter:
         if poll.poll(0) or self._process.poll() is not None:
             raise InterpreterNotReady("the sandbox has ended")
 
-    def call(self, code: str, stdin: str, wall_seconds: float, keep: bool) -> dict[str, Any]:
-        """Run code; the guard's answer. InterpreterNotReady: the call did not start.
+    def call(self, code: str, stdin: str, wall_seconds: float, keep: bool) -> Execution:
+        """Run code. InterpreterNotReady: the call did not start.
         SandboxError: the guard is gone, and this code may have ended it.
         """
         request = {
@@ -157,7 +153,7 @@ class Interpreter:
             "keep": keep,
         }
         self._ask(request)
-        return self._receive(wall_seconds + GRACE_SECONDS)
+        return Execution(**self._receive(wall_seconds + GRACE_SECONDS))
 
     def reset(self) -> None:
         """Forget a session: its processes end, its files go."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import logging
 import os
 import threading
@@ -26,7 +25,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from megatron_stare.config import SandboxConfig, UserError
 from megatron_stare.rollout.sandbox.execution import Execution, OnStart
@@ -70,9 +68,9 @@ class Sandbox:
         # Idle sessions that keep a process, the one that was idle for longest first.
         self._keeping: dict[Session, Interpreter] = {}
         self._closed = False
-        self._slots = threading.BoundedSemaphore(config.max_concurrency)
         # An interpreter ends with the thread that started it: one thread, which lasts, starts all.
         self._starter = ThreadPoolExecutor(1, "sandbox-starter")
+        # A call runs in one of these threads: their number bounds the calls.
         self._callers = ThreadPoolExecutor(config.max_concurrency, "sandbox")
         try:
             first = self._starter.submit(self._first).result()
@@ -92,46 +90,13 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(
-        self,
-        code: str,
-        stdin: str = "",
-        wall_seconds: float | None = None,
-        on_start: OnStart = None,
-    ) -> Execution:
+    def run(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
         """Run code in a fresh interpreter; `wall_seconds` can only lower the configured limit."""
-        with self._slots:
-            if on_start is not None:
-                on_start()
-            for last in (False, True):
-                interpreter = self._take()
-                try:
-                    execution = _execution(
-                        interpreter.call(code, stdin, self._seconds(wall_seconds), keep=False)
-                    )
-                except SandboxError as error:  # once may be an accident
-                    interpreter.stop()
-                    if last:
-                        return _lost(error)
-                    continue
-                except BaseException:
-                    interpreter.stop()
-                    raise
-                self._give_back(interpreter)
-                return execution
-        raise AssertionError("unreachable")
+        return self._callers.submit(self._fresh, code, stdin, wall_seconds).result()
 
-    async def run_async(
-        self,
-        code: str,
-        stdin: str = "",
-        wall_seconds: float | None = None,
-        on_start: OnStart = None,
-    ) -> Execution:
-        """`run` for coroutines."""
-        return await self.in_thread(
-            functools.partial(self.run, code, stdin, wall_seconds, on_start)
-        )
+    async def run_async(self, code: str, on_start: OnStart = None) -> Execution:
+        """`run` for coroutines; `on_start` is called when the wait for a free place is over."""
+        return await self.in_thread(self._fresh, code, on_start=on_start)
 
     def session(self) -> Session:
         """An interpreter that keeps its variables from call to call;
@@ -141,9 +106,9 @@ class Sandbox:
         self._sessions.add(session)
         return session
 
-    async def in_thread[T](self, function: Callable[[], T]) -> T:
-        """A blocking call, in one of the sandbox's threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._callers, function)
+    async def in_thread[**P, T](self, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+        """The result of a function that blocks, as soon as one of the sandbox's threads is free."""
+        return await asyncio.wrap_future(self._callers.submit(work, *args, **more))
 
     def close(self) -> None:
         """Wait for calls in flight, then end every interpreter, those of open sessions too."""
@@ -155,6 +120,32 @@ class Sandbox:
         self._starter.shutdown()
         while self._idle:
             self._idle.popleft().stop()
+
+    def _fresh(
+        self,
+        code: str,
+        stdin: str = "",
+        wall_seconds: float | None = None,
+        on_start: OnStart = None,
+    ) -> Execution:
+        """A call in a fresh interpreter; in one of the sandbox's threads."""
+        if on_start is not None:
+            on_start()
+        for last in (False, True):
+            interpreter = self._take()
+            try:
+                execution = interpreter.call(code, stdin, self._seconds(wall_seconds), keep=False)
+            except SandboxError as error:  # once may be an accident
+                interpreter.stop()
+                if last:
+                    return _lost(error)
+                continue
+            except BaseException:
+                interpreter.stop()
+                raise
+            self._give_back(interpreter)
+            return execution
+        raise AssertionError("unreachable")
 
     def _seconds(self, asked: float | None) -> float:
         limit = self.config.wall_seconds
@@ -273,43 +264,15 @@ class Session:
         self._turn = threading.Lock()
         self.given_up = False  # its process went to other sessions since the last call
 
-    def run(
-        self,
-        code: str,
-        stdin: str = "",
-        wall_seconds: float | None = None,
-        on_start: OnStart = None,
-    ) -> Execution:
+    def run(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
         """Run code after the earlier calls' code. After timeout, killed or output limit the
         variables are gone (`alive` False), and the next call starts without them; so it does if
         the idle session lost them to others (`restarted`)."""
-        sandbox = self._sandbox
-        with self._turn, sandbox._slots:
-            if on_start is not None:
-                on_start()
-            interpreter = sandbox._kept(self) or sandbox._take()
-            restarted, self.given_up = self.given_up, False
-            try:
-                answer = interpreter.call(code, stdin, sandbox._seconds(wall_seconds), keep=True)
-            except SandboxError as error:
-                interpreter.stop()
-                return _lost(error)
-            if answer["alive"]:
-                sandbox._keep(self, interpreter)
-            else:
-                sandbox._give_back(interpreter)
-            return dataclasses.replace(_execution(answer), restarted=restarted)
+        return self._sandbox._callers.submit(self._next, code, stdin, wall_seconds).result()
 
-    async def run_async(
-        self,
-        code: str,
-        stdin: str = "",
-        wall_seconds: float | None = None,
-        on_start: OnStart = None,
-    ) -> Execution:
-        """`run` for coroutines."""
-        call = functools.partial(self.run, code, stdin, wall_seconds, on_start)
-        return await self._sandbox.in_thread(call)
+    async def run_async(self, code: str, on_start: OnStart = None) -> Execution:
+        """`run` for coroutines; `on_start` is called when the wait for a free place is over."""
+        return await self._sandbox.in_thread(self._next, code, on_start=on_start)
 
     async def close_async(self) -> None:
         """`close` for coroutines."""
@@ -322,17 +285,30 @@ class Session:
             if interpreter is not None:
                 self._sandbox._reset(interpreter)
 
-
-def _execution(answer: dict[str, Any]) -> Execution:
-    return Execution(
-        answer["stdout"],
-        answer["stderr"],
-        answer["value"],
-        answer["reason"],
-        answer["seconds"],
-        answer["detail"],
-        answer["alive"],
-    )
+    def _next(
+        self,
+        code: str,
+        stdin: str = "",
+        wall_seconds: float | None = None,
+        on_start: OnStart = None,
+    ) -> Execution:
+        """The session's next call; in one of the sandbox's threads."""
+        sandbox = self._sandbox
+        with self._turn:
+            if on_start is not None:
+                on_start()
+            interpreter = sandbox._kept(self) or sandbox._take()
+            restarted, self.given_up = self.given_up, False
+            try:
+                execution = interpreter.call(code, stdin, sandbox._seconds(wall_seconds), keep=True)
+            except SandboxError as error:
+                interpreter.stop()
+                return _lost(error)
+            if execution.alive:
+                sandbox._keep(self, interpreter)
+            else:
+                sandbox._give_back(interpreter)
+            return dataclasses.replace(execution, restarted=restarted)
 
 
 def _lost(error: SandboxError) -> Execution:

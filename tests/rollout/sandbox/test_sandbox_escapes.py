@@ -41,7 +41,7 @@ def replaced(thing, sandbox):
     """A new process that is the pool's own: an idle interpreter, or what it has ready."""
     if thing in [worker.directory for worker in sandbox._idle]:
         return True
-    own = {worker.pid for worker in sandbox._idle}
+    own = {worker._process.pid for worker in sandbox._idle}
     kind, _, pid = thing.partition(" ")
     while kind == "process" and int(pid) > 1:
         if int(pid) in own:

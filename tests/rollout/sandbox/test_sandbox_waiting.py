@@ -32,15 +32,15 @@ def test_idle_sessions_are_bounded_and_a_closed_one_says_so():
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_waiting_for_a_free_interpreter_does_not_count_as_call_time(stateful: bool):
-    on_start = threading.Event()
+    on_start, free = threading.Event(), threading.Event()
     with open_kind("limits") as sandbox:
         runner = sandbox.session() if stateful else sandbox
         for _ in range(2):  # all places are taken
-            sandbox._slots.acquire()
-        first = sandbox._callers.submit(runner.run, "'done'", on_start=on_start.set)
+            sandbox._callers.submit(free.wait)
         environment = PythonEnvironment(sandbox, stateful)
 
         async def wait_and_run() -> ToolResult:
+            first = asyncio.create_task(runner.run_async("'done'", on_start=on_start.set))
             async with Episode(environment, Budget()) as episode:
                 asked = asyncio.create_task(
                     episode.answer([ToolCall("python", {"code": "'also'"})])
@@ -48,11 +48,10 @@ def test_waiting_for_a_free_interpreter_does_not_count_as_call_time(stateful: bo
                 await asyncio.sleep(0.3)
                 assert not on_start.is_set() and not asked.done()
                 assert episode._running == 0, "time stands still"
-                for _ in range(2):
-                    sandbox._slots.release()
+                free.set()
                 (found,) = await asked
+                assert (await first).value == "'done'" and on_start.is_set()
                 return found
 
         found = asyncio.run(wait_and_run())
         assert found.ok and found.text == "'also'" and found.seconds > 0
-        assert on_start.is_set() and first.result().value == "'done'"

@@ -42,7 +42,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"checkpoints"},
     ],
     "rollout": [
-        {"__init__", "engine", "stops", "decode_attention", "sandbox"},
+        {"__init__", "engine", "stops", "decode_attention", "sandbox", "chat_template"},
         {"episode_engine", "sampling", "packed_weights", "applied_adapters"},
         {"embedded", "sglang", "tools"},
         {"agents"},

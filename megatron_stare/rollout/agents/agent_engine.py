@@ -29,7 +29,7 @@ from megatron_stare.rollout.agents.rendering import Renderer
 from megatron_stare.rollout.agents.session import AgentSession
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
 from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed, own_tokenizer
-from megatron_stare.rollout.tools.calls import find_format
+from megatron_stare.rollout.tools.calls import FORMATS
 from megatron_stare.system import raise_file_limit
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class AgentEngine(EpisodeEngine):
     ) -> None:
         """`variables`: of the chat template."""
         self.settings, self.context_length = settings, context_length
-        self.renderer = Renderer(own_tokenizer(tokenizer), find_format(settings.format), variables)
+        self.renderer = Renderer(own_tokenizer(tokenizer), FORMATS[settings.format], variables)
         self._sessions: dict[Seed, AgentSession] = {}
         self._tasks: dict[Seed, asyncio.Task[Any]] = {}
         self._warned: set[str] = set()

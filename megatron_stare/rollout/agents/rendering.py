@@ -7,14 +7,14 @@ users and tools say stay text: only the template can end or open a turn.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import jinja2
 import numpy
 from transformers import PreTrainedTokenizerBase
 
@@ -25,11 +25,9 @@ from megatron_stare.rollout.agents.messages import (
     reasoning_of,
     text_of,
 )
-from megatron_stare.rollout.tools.calls import Tool, ToolFormat
-from megatron_stare.rollout.tools.engine import readable
+from megatron_stare.rollout.chat_template import ChatTemplate, TemplateError, readable
+from megatron_stare.rollout.tools.calls import CALL, Tool, ToolFormat
 
-_TURN, _MARK = "%turn%", "%content{}%"
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _RAW_ARGUMENTS = re.compile(r'"arguments"\s*:\s*(.*)\}\s*\Z', re.DOTALL)
 THINK, END_OF_THINK = "<think>", "</think>"
 
@@ -45,6 +43,15 @@ class Turn:
     closing: str  # what must be written before the turn's end; empty: nothing is open
 
 
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """TemplateError becomes BadCall."""
+    try:
+        yield
+    except TemplateError as error:
+        raise BadCall(f"the chat template refuses these messages: {error}") from None
+
+
 class Renderer:
     """Renders for one tokenizer; `form`: how the model writes calls; `variables`: of the chat
     template.
@@ -56,9 +63,11 @@ class Renderer:
         form: ToolFormat,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.tokenizer, self.form, self.variables = tokenizer, form, variables
+        self.tokenizer, self.form = tokenizer, form
+        self.template = ChatTemplate(tokenizer, variables)
         self._special = {*tokenizer.all_special_ids}
 
+    @_refusals()
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool], begin: bool = True
     ) -> numpy.ndarray:
@@ -67,24 +76,19 @@ class Renderer:
         """
         plain = [self._plain(message) for message in messages]
         spoken = [m["content"] for m in plain if m["role"] != "assistant"]
-        if not any(map(self._has_special, spoken)):
-            return self._encoded([self._rendered(plain, tools, begin)], [])
-        marked, texts = _marked(plain)
-        text = self._rendered(marked, tools, begin)
-        return self._encoded(_pieces(text, len(texts)), texts)
-
-    def bridge(self, messages: Sequence[Message], last_id: int, closing: str) -> numpy.ndarray:
-        """The ids between a turn that ended with `last_id` and the model's next turn."""
-        marked, texts = _marked([self._plain(message) for message in messages])
-        before = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _TURN}]
-        text = self._rendered([*before, *marked], ())
-        pieces = _pieces(text[text.index(_TURN) + len(_TURN) :], len(texts))
-        ended = self.tokenizer.decode([last_id], skip_special_tokens=False)
-        if pieces[0].startswith(ended):
-            pieces[0] = pieces[0].removeprefix(ended)  # the model ended its turn itself
+        if any(map(self._has_special, spoken)):
+            pieces, texts = self.template.pieces(plain, tools, begin)
         else:
-            pieces[0] = closing + pieces[0]
-        return self._encoded(pieces, texts)
+            pieces, texts = [self.template.text(plain, tools, begin)], []
+        return numpy.array(self.template.encoded(pieces, texts), numpy.int32)
+
+    @_refusals()
+    def bridge(self, messages: Sequence[Message], last_id: int, closing: str) -> numpy.ndarray:
+        """The ids between a turn that ended with `last_id` and the model's next turn. `closing`
+        precedes them where the model did not end its turn itself. BadCall, as in `prompt`.
+        """
+        plain = [self._plain(message) for message in messages]
+        return numpy.array(self.template.ids_after_turn(plain, last_id, closing), numpy.int32)
 
     def turn(self, ids: Sequence[int], prompt: numpy.ndarray, stop: Sequence[str]) -> Turn:
         """The model's text up to its end of turn or the first stop text."""
@@ -114,7 +118,7 @@ class Renderer:
         """Each call by itself: a broken one does not take the others with it."""
         calls: list[tuple[str, str]] = []
         malformed, content, end = 0, "", 0
-        for match in _CALL.finditer(text):
+        for match in CALL.finditer(text):
             content += text[end : match.start()]
             end = match.end()
             for call in self.form.read(match[0], ()):
@@ -150,56 +154,6 @@ class Renderer:
                 plain[name] = message[name]
         return plain
 
-    def _rendered(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], begin: bool = True
-    ) -> str:
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=list(tools) or None,
-                    tokenize=False,
-                    add_generation_prompt=begin,
-                    **self.variables,
-                )
-            )
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise BadCall(f"the chat template refuses these messages: {first}") from None
-
     def _has_special(self, text: str) -> bool:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids != self._as_text(text)
-
-    def _as_text(self, text: str) -> list[int]:
-        found: list[int] = self.tokenizer.encode(
-            text, add_special_tokens=False, split_special_tokens=True
-        )
-        return found
-
-    def _encoded(self, pieces: Sequence[str], texts: Sequence[str]) -> numpy.ndarray:
-        """The template's pieces, and between them what others said."""
-        ids: list[int] = []
-        for place, piece in enumerate(pieces):
-            ids += self.tokenizer.encode(piece, add_special_tokens=False) if piece else []
-            ids += self._as_text(texts[place]) if place < len(texts) and texts[place] else []
-        return numpy.array(ids, numpy.int32)
-
-
-def _marked(messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
-    """The messages with marks for what users, tools and systems say, and what they say."""
-    marked, texts = [], []
-    for message in messages:
-        if message["role"] != "assistant":
-            texts.append(message["content"])
-            message = {**message, "content": _MARK.format(len(texts) - 1)}
-        marked.append(message)
-    return marked, texts
-
-
-def _pieces(text: str, count: int) -> list[str]:
-    marks = [re.escape(_MARK.format(number)) for number in range(count)]
-    pieces = re.split("|".join(marks), text) if marks else [text]
-    if len(pieces) != count + 1:
-        raise BadCall("the chat template leaves out or repeats one of these messages")
-    return pieces
+        return ids != self.template.as_text(text)

@@ -20,19 +20,14 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from megatron_stare.config import UserError, nearest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from typing import Any
 
 # A tool as chat templates take it: {"type": "function", "function": {"name", "description",
 # "parameters"}}, the last a JSON schema.
 Tool = Mapping[str, Any]
 CODE_TOOL = "python"
 
-_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*?)(</function>\s*|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>(.*?)</parameter>\s*", re.DOTALL)
 _CODE = re.compile(
@@ -79,37 +74,22 @@ class ToolFormat:
     there; one that allows several in a turn waits for the end of the turn instead.
     """
 
-    name: str
     stop_strings: tuple[str, ...]
     read: Callable[[str, Sequence[Tool]], list[ToolCall]]
-
-    def stop_ids(self, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-        """The stop strings that are one token of this tokenizer,
-        for engines that stop at ids alone.
-        """
-        encoded = [tokenizer.encode(text, add_special_tokens=False) for text in self.stop_strings]
-        return frozenset(ids[0] for ids in encoded if len(ids) == 1)
-
-
-def find_format(name: str) -> ToolFormat:
-    """The format of this name; UserError for an unknown one."""
-    if name not in FORMATS:
-        raise UserError(f"tool format {name!r} is unknown{nearest(name, FORMATS)}")
-    return FORMATS[name]
 
 
 def read_hermes(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
     """Calls as JSON objects. A missing end tag is forgiven where the object is whole:
     some engines cut stop strings.
     """
-    return [_hermes_call(match[1], bool(match[2])) for match in _CALL.finditer(_spoken(text))]
+    return [_hermes_call(match[1], bool(match[2])) for match in CALL.finditer(_spoken(text))]
 
 
 def read_qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
     """Calls as XML. Values are strings, except for parameters whose schema says otherwise:
     those are JSON.
     """
-    return [_xml_call(match[1], tools) for match in _CALL.finditer(_spoken(text))]
+    return [_xml_call(match[1], tools) for match in CALL.finditer(_spoken(text))]
 
 
 def read_code(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
@@ -118,9 +98,9 @@ def read_code(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
 
 
 FORMATS: dict[str, ToolFormat] = {
-    "hermes": ToolFormat("hermes", ("</tool_call>",), read_hermes),
-    "qwen3_coder": ToolFormat("qwen3_coder", ("</tool_call>",), read_qwen3_coder),
-    "code": ToolFormat("code", ("</code>", "\n```\n"), read_code),
+    "hermes": ToolFormat(("</tool_call>",), read_hermes),
+    "qwen3_coder": ToolFormat(("</tool_call>",), read_qwen3_coder),
+    "code": ToolFormat(("</code>", "\n```\n"), read_code),
 }
 
 

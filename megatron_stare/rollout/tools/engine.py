@@ -23,23 +23,22 @@ import asyncio
 import dataclasses
 import functools
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
 
-import jinja2
 import regex
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import ToolsConfig, UserError
 from megatron_stare.records import Rollout
+from megatron_stare.rollout.chat_template import ChatTemplate, TemplateError, readable
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
 from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed, own_tokenizer
 from megatron_stare.rollout.sandbox.interpreter import SandboxError
-from megatron_stare.rollout.tools.calls import find_format
+from megatron_stare.rollout.tools.calls import FORMATS
 from megatron_stare.rollout.tools.environment import (
     Budget,
     Episode,
@@ -79,7 +78,7 @@ class ToolEngine(EpisodeEngine):
         super().__init__(engine, "tool-engine")
         self.make, self.tokenizer = make, own_tokenizer(tokenizer)
         self.settings, self.release = settings, release
-        self.form = find_format(settings.format)
+        self.form = FORMATS[settings.format]
         self.answer = _compiled(settings.answer_pattern)
         self._warned: set[str] = set()
         self.messages = ToolMessages(self.tokenizer, settings.response, variables)
@@ -278,9 +277,6 @@ def _pass_on(answer: Future[Rollout], done: Future[Rollout]) -> None:
         answer.set_result(done.result())
 
 
-_TURN, _OUTPUT = "%turn%", "%output{}%"
-
-
 class ToolMessages:
     """Renders results for one tokenizer: the result enters a rollout as tokens after those that
     the model sampled, which are never tokenised again.
@@ -296,67 +292,37 @@ class ToolMessages:
         response: str = "",
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.tokenizer, self.response, self.variables = tokenizer, response, variables
+        self.template, self.response = ChatTemplate(tokenizer, variables), response
         if response and "{output}" not in response:
             raise UserError(
                 f"tools.response={response!r} has no {{output}}; write where a tool's result goes"
             )
         self._one_message = False
-        if not response:
-            # a template without the role is refused now, not in the middle of a run
-            self._pieces(1)
-            try:
-                self._pieces(2)
-            except UserError:  # one that takes no second result in a row gets all in one
-                self._one_message = True
+        if response:
+            return
+        try:
+            self.template.pieces_after_turn(_results([""]))
+        except TemplateError as error:
+            raise UserError(
+                f"the chat template cannot write a tool's result ({error}); set tools.response, "
+                "for example '<tool_response>{output}</tool_response>'"
+            ) from None
+        try:
+            self.template.pieces_after_turn(_results(["", ""]))
+        except TemplateError:  # one that takes no second result in a row gets all in one
+            self._one_message = True
 
     def ids(self, outputs: Sequence[str], last_id: int) -> tuple[int, ...]:
         """The tokens that follow a turn which ended with `last_id`, up to the model's next turn."""
         if self._one_message:
             outputs = ["\n\n".join(outputs)]
         outputs = [readable(output) for output in outputs]
-        found: list[int] = []
-        pieces = self._pieces(len(outputs))
-        ended = self.tokenizer.decode([last_id], skip_special_tokens=False)
-        if not self.response and pieces[0].startswith(ended):
-            pieces[0] = pieces[0].removeprefix(ended)  # the model wrote the end of its turn itself
-        for place, piece in enumerate(pieces):
-            if piece:
-                found += self.tokenizer.encode(piece, add_special_tokens=False)
-            if place < len(outputs) and outputs[place]:
-                found += self.tokenizer.encode(
-                    outputs[place], add_special_tokens=False, split_special_tokens=True
-                )
-        return tuple(found)
-
-    def _pieces(self, count: int) -> list[str]:
-        """The text before, between and after `count` results."""
-        if self.response:
-            before, after = self.response.split("{output}", 1)
-            return [before, *[after + before] * (count - 1), after]
-        marks = [_OUTPUT.format(number) for number in range(count)]
-        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _TURN}]
-        messages += [{"role": "tool", "content": mark} for mark in marks]
-        try:
-            text = str(
-                self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, **self.variables
-                )
-            )
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
-            raise UserError(
-                f"the chat template cannot write a tool's result ({str(error).splitlines()[0]}); "
-                "set tools.response, for example '<tool_response>{output}</tool_response>'"
-            ) from None
-        pieces = re.split("|".join(map(re.escape, [_TURN, *marks])), text)
-        if len(pieces) != count + 2:
-            raise UserError(
-                "the chat template leaves out a message of role tool; set tools.response, for "
-                "example '<tool_response>{output}</tool_response>'"
-            )
-        return pieces[1:]
+        if not self.response:
+            return tuple(self.template.ids_after_turn(_results(outputs), last_id))
+        before, after = self.response.split("{output}", 1)
+        pieces = [before, *[after + before] * (len(outputs) - 1), after]
+        return tuple(self.template.encoded(pieces, outputs))
 
 
-def readable(text: str) -> str:
-    """The text with U+FFFD for halves of surrogate pairs."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+def _results(outputs: Sequence[str]) -> list[dict[str, str]]:
+    return [{"role": "tool", "content": output} for output in outputs]

@@ -17,7 +17,7 @@ from megatron_stare.config import AgentsConfig
 from megatron_stare.rollout.agents.endpoint import Endpoint
 from megatron_stare.rollout.agents.rendering import Renderer
 from megatron_stare.rollout.agents.session import AgentSession
-from megatron_stare.rollout.tools.calls import find_format
+from megatron_stare.rollout.tools.calls import FORMATS
 from tests.rollout.agents.scripted import PARAMS, Scripted, request
 
 CALL = f"<tool_call>{CALL_BEGIN}6*7{CALL_END}</tool_call><|end|>"
@@ -49,7 +49,7 @@ class Client:
         await self.endpoint.close()
 
     def another(self) -> AgentSession:
-        renderer = Renderer(self.tokenizer, find_format("hermes"))
+        renderer = Renderer(self.tokenizer, FORMATS["hermes"])
         own = request(self.tokenizer)
         session = AgentSession(self.inner, renderer, self.settings, own, PARAMS, 256)  # type: ignore[arg-type]
         self.endpoint.open(session)

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_stare.config import UserError
-from megatron_stare.rollout.tools.calls import FORMATS, ToolCall, check_call, find_format
-from tests.tiny_models import byte_tokenizer
+from megatron_stare.rollout.tools.calls import FORMATS, ToolCall, check_call
 
 TOOLS = (
     {
@@ -35,7 +33,7 @@ FENCE = "```"
 
 
 def read(name, text):
-    return find_format(name).read(text, TOOLS)
+    return FORMATS[name].read(text, TOOLS)
 
 
 @pytest.mark.parametrize(
@@ -206,19 +204,6 @@ def test_calls_are_checked_against_the_schema(name, arguments, words):
 
 def test_an_earlier_error_is_kept():
     assert check_call(ToolCall("", error="Error: x"), TOOLS).error == "Error: x"
-
-
-def test_hermes_stops_at_the_end_of_a_call():
-    tokenizer = byte_tokenizer()
-    hermes = FORMATS["hermes"]
-    assert hermes.stop_ids(tokenizer) == frozenset()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
-    assert hermes.stop_ids(tokenizer) == {tokenizer.convert_tokens_to_ids("</tool_call>")}
-
-
-def test_an_unknown_format_is_refused():
-    with pytest.raises(UserError, match="tool format 'herms' is unknown; did you mean 'hermes'"):
-        find_format("herms")
 
 
 MARKS = (

@@ -216,7 +216,7 @@ def test_results_inside_a_turn_stop_at_the_end_of_the_code(
     ("response", "template", "message"),
     [
         ("<out></out>", None, "has no {output}"),
-        ("", "{{ messages[0]['content'] }}", "leaves out a message of role tool"),
+        ("", "{{ messages[0]['content'] }}", "a tool's result \\(it leaves out or repeats"),
     ],
 )
 def test_a_result_that_cannot_be_written_is_refused_at_once(

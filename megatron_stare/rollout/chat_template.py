@@ -1,0 +1,124 @@
+"""Messages to token ids by a tokenizer's chat template.
+
+The tokens of a model's turn are never rendered again: only what follows the turn is. Special tokens
+in what users, tools and systems say stay text: only the template can end or open a turn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+_TURN, _MARK = "%turn%", "%content{}%"
+
+
+class TemplateError(ValueError):
+    """The template cannot write some messages; the text says why."""
+
+
+class ChatTemplate:
+    """The chat template of one tokenizer; `variables`: those that the user sets in it."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.tokenizer, self.variables = tokenizer, variables
+
+    def text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), begin: bool = True
+    ) -> str:
+        """The messages as text; `begin`: with the beginning of the model's turn. TemplateError."""
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=list(tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=begin,
+                    **self.variables,
+                )
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise TemplateError(first) from None
+
+    def pieces(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), begin: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """The template's text before, between and after what users, tools and systems say, and what
+        they say. TemplateError.
+        """
+        marked, said = _marked(messages)
+        return _split(self.text(marked, tools, begin), len(said)), said
+
+    def pieces_after_turn(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[str], list[str]]:
+        """As `pieces`, from the end of a model's turn to the beginning of its next one."""
+        marked, said = _marked(messages)
+        before = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _TURN}]
+        _, *after = self.text([*before, *marked]).split(_TURN)
+        if len(after) != 1:
+            raise TemplateError("it leaves out or repeats a turn of the model")
+        return _split(after[0], len(said)), said
+
+    def ids_after_turn(
+        self, messages: Sequence[Mapping[str, Any]], last_id: int, closing: str = ""
+    ) -> list[int]:
+        """The ids between a turn that ended with `last_id` and the model's next turn. `closing`
+        precedes them where the model did not end its turn itself. TemplateError.
+        """
+        pieces, said = self.pieces_after_turn(messages)
+        ended = self.tokenizer.decode([last_id], skip_special_tokens=False)
+        if pieces[0].startswith(ended):
+            pieces[0] = pieces[0].removeprefix(ended)
+        else:
+            pieces[0] = closing + pieces[0]
+        return self.encoded(pieces, said)
+
+    def encoded(self, pieces: Sequence[str], said: Sequence[str]) -> list[int]:
+        """The ids of the template's pieces, and between them of what others say."""
+        ids: list[int] = []
+        for place, piece in enumerate(pieces):
+            ids += self.tokenizer.encode(piece, add_special_tokens=False) if piece else []
+            ids += self.as_text(said[place]) if place < len(said) and said[place] else []
+        return ids
+
+    def as_text(self, text: str) -> list[int]:
+        """The ids of a text in which special tokens are text."""
+        found: list[int] = self.tokenizer.encode(
+            text, add_special_tokens=False, split_special_tokens=True
+        )
+        return found
+
+
+def readable(text: str) -> str:
+    """The text with U+FFFD for halves of surrogate pairs, which tokenizers refuse."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The messages with marks for what users, tools and systems say, and what they say."""
+    marked: list[Mapping[str, Any]] = []
+    said: list[str] = []
+    for message in messages:
+        if message["role"] != "assistant":
+            said.append(message["content"])
+            message = {**message, "content": _MARK.format(len(said) - 1)}
+        marked.append(message)
+    return marked, said
+
+
+def _split(text: str, count: int) -> list[str]:
+    marks = [re.escape(_MARK.format(number)) for number in range(count)]
+    pieces = re.split("|".join(marks), text) if marks else [text]
+    if len(pieces) != count + 1:
+        raise TemplateError("it leaves out or repeats a message")
+    return pieces

@@ -12,7 +12,7 @@ import select
 import signal
 import stat
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 TICK_SECONDS = 0.05
@@ -26,7 +26,6 @@ class Runner:
     output: dict[int, str]  # descriptor -> stdout or stderr
     request: int
     report: int
-    held: list[str] = field(default_factory=list)
 
     def close(self) -> None:
         for descriptor in (*self.output, self.request, self.report):

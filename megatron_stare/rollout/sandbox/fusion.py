@@ -47,12 +47,6 @@ class RemoteSandbox:
         self._thread = EventLoopThread("sandbox-requests")
         self._connections: aiohttp.ClientSession | None = None  # opened in the thread
 
-    def __enter__(self) -> RemoteSandbox:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def run(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
         """Run code in a fresh interpreter of the server. CallLost: the server fails `max_attempts`
         times with this code but runs other code. SandboxError: it runs none.

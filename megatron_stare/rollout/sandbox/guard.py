@@ -60,7 +60,6 @@ class Guard:
             os.chown(settings["directory"], settings["user_id"], settings["user_id"])
         settings["keep_group"] = not self.is_first and not self.has_own_user
         self.runner = self._fork()
-        self.held |= set(self.runner.held)
         self._answer({"held": sorted(self.held)})
 
     @property
@@ -102,9 +101,7 @@ class Guard:
             pieces.append(rest)
 
     def _answer(self, message: dict[str, Any]) -> None:
-        data = memoryview(json.dumps(message).encode() + b"\n")
-        while data:
-            data = data[os.write(self.answer_fd, data) :]
+        sandbox_runner.send(self.answer_fd, message)
 
     def _call(self, request: dict[str, Any]) -> dict[str, Any]:
         """One call: feed, watch, judge, stop. Returns fields of execution.Execution."""
@@ -185,7 +182,7 @@ class Guard:
                 self._answer({"error": f"the runner did not start: {said}"})
                 os._exit(1)
             greeting += chunk
-        runner.held = json.loads(greeting)["held"]
+        self.held |= set(json.loads(greeting)["held"])
         for descriptor in (out, err, request, report):
             fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_NONBLOCK)
         return runner

@@ -68,11 +68,11 @@ def die_with_parent(sent: int = signal.SIGKILL) -> None:
     _libc.prctl(_SET_PARENT_DEATH_SIGNAL, int(sent), 0, 0, 0)
 
 
-def adopt_orphans() -> bool:
+def adopt_orphans() -> None:
     """Descendants whose parent ends become children of this process,
     so that it can find and end them.
     """
-    return _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def set_readable(readable: bool) -> None:

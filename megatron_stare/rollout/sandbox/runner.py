@@ -39,7 +39,7 @@ def run(
             del sys.modules[name]
         sys.path[:] = [place for place in sys.path if place != settings["source"]]
         sys.argv = ["main.py"]
-        _send(report_fd, {"held": sorted(held)})
+        send(report_fd, {"held": sorted(held)})
         _serve(request_fd, report_fd, settings)
     except BaseException:
         traceback.print_exc()
@@ -128,7 +128,7 @@ def _serve(request_fd: int, report_fd: int, settings: dict[str, Any]) -> None:
                 stream.flush()  # type: ignore[union-attr]
             except Exception:
                 reason = "error"
-        _send(
+        send(
             report_fd,
             {"reason": reason, "value": None if value is None else value[: output_bytes + 1]},
         )
@@ -219,16 +219,14 @@ def _feed(data: bytes) -> None:
         reading, writing = os.pipe()
         os.dup2(reading, 0)
         os.close(reading)
-        threading.Thread(target=_write_all, args=(writing, data), daemon=True).start()
+        threading.Thread(target=_write_and_close, args=(writing, data), daemon=True).start()
     finally:
         os.close(memory)
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    rest = memoryview(data)
+def _write_and_close(descriptor: int, data: bytes) -> None:
     try:
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
+        write_all(descriptor, data)
     except OSError:
         pass  # nothing reads it any more
     finally:
@@ -249,7 +247,13 @@ def _finish() -> None:
                 one.flush()
 
 
-def _send(report_fd: int, message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode() + b"\n"
-    while data:
-        data = data[os.write(report_fd, data) :]
+def send(descriptor: int, message: dict[str, Any]) -> None:
+    """Write a message as a line of JSON."""
+    write_all(descriptor, json.dumps(message).encode() + b"\n")
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of the data, which a pipe takes in parts. OSError."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]

@@ -30,9 +30,8 @@ def server():
 
 @pytest.fixture
 def remote(server):
-    with RemoteSandbox(
-        SandboxConfig(url=server.url + "/", max_concurrency=2, max_attempts=3)
-    ) as remote:
+    config = SandboxConfig(url=server.url + "/", max_concurrency=2, max_attempts=3)
+    with contextlib.closing(RemoteSandbox(config)) as remote:
         yield remote
 
 
@@ -55,7 +54,9 @@ def test_a_call_returns_its_output(remote, server, code, reason, stdout):
 
 
 def test_long_output_is_cut_with_a_mark(server):
-    with RemoteSandbox(SandboxConfig(url=server.url, output_bytes=100)) as remote:
+    with contextlib.closing(
+        RemoteSandbox(SandboxConfig(url=server.url, output_bytes=100))
+    ) as remote:
         assert remote.run("print('x' * 200)").stdout == "x" * 100 + "\n[output cut after 100 bytes]"
 
 
@@ -145,7 +146,9 @@ def test_an_endless_answer_is_a_fault(monkeypatch):
         thread.start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         with (
-            RemoteSandbox(SandboxConfig(url=url, wall_seconds=0.5, max_attempts=1)) as sandbox,
+            contextlib.closing(
+                RemoteSandbox(SandboxConfig(url=url, wall_seconds=0.5, max_attempts=1))
+            ) as sandbox,
             pytest.raises(SandboxError, match=r"no whole answer after 1 s\), 1 times"),
         ):
             sandbox.run("1")

@@ -35,7 +35,7 @@ from megatron_stare.rollout.stops import stop_ids
 _REPLACING_SECONDS = 1e-3
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sequence:
     """One response being decoded; `versions` has the weight version of each token."""
 
@@ -283,17 +283,10 @@ class EmbeddedEngine:
     def _without_ended(self, live: list[_Sequence], params: SamplingParams) -> list[_Sequence]:
         """The sequences that continue; the futures of the others are done."""
         with self._book:
-            aborted = (
-                self._aborted & {sequence.request.seed for sequence in live}
-                if self._aborted
-                else set()
-            )
-        ended = []
-        for sequence in live:
-            if not sequence.done and sequence.request.seed in aborted:
-                sequence.status = "aborted"
-            if sequence.done:
-                ended.append(sequence)
+            for sequence in live:
+                if not sequence.done and sequence.request.seed in self._aborted:
+                    sequence.status = "aborted"
+        ended = [sequence for sequence in live if sequence.done]
         if not ended:
             return live
         self._leave(ended)
@@ -303,9 +296,9 @@ class EmbeddedEngine:
 
     def _leave(self, ended: list[_Sequence]) -> None:
         """Remove these sequences: their seeds may be used again."""
-        numbers = {id(sequence) for sequence in ended}
+        gone = set(ended)
         with self._book:
-            self._live = [sequence for sequence in self._live if id(sequence) not in numbers]
+            self._live = [sequence for sequence in self._live if sequence not in gone]
             self._aborted -= {sequence.request.seed for sequence in ended}
 
     def _left_padded(self, known: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -33,9 +33,8 @@ async def run(row, endpoint):
     settings = where["settings"]
     example = _examples(settings)[where["example"]]
     client = _client(settings.get("client_type", "openai_chat_completions"), endpoint)
-    columns = ["trajectory"] if settings.get("keep") else []
     env = _environment(settings)
-    (found,) = await env.run_group([example], client, endpoint.model, {}, state_columns=columns)
+    (found,) = await env.run_group([example], client, endpoint.model, {}, state_columns=[])
     if found.get("error"):
         return {"failed": "verifiers", "message": str(found["error"])[:2000]}
     numbers = found.get("metrics") or {}

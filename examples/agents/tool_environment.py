@@ -11,12 +11,12 @@ runs in the trainer's Python, and returns no reward: scoring.reward judges the l
 import functools
 import json
 
-from megatron_stare.config import SandboxConfig
+from megatron_stare.config import SandboxConfig, ToolsConfig
 from megatron_stare.records import Prompt
 from megatron_stare.rollout.sandbox.fusion import open_sandbox
 from megatron_stare.rollout.tools.builtin import CalculatorEnvironment, PythonEnvironment
 from megatron_stare.rollout.tools.calls import ToolCall
-from megatron_stare.rollout.tools.environment import Budget, Episode
+from megatron_stare.rollout.tools.environment import Episode
 from megatron_stare_agents.gym_tasks import next_turn
 
 TURNS = 8
@@ -41,7 +41,7 @@ def _sandbox():
 async def _play(row, endpoint, environment):
     """Turns until one without a call."""
     messages = list(row.messages)
-    async with Episode(environment, Budget()) as episode:
+    async with Episode(environment, ToolsConfig()) as episode:
         for _ in range(TURNS):
             asked = {"messages": messages, "tools": list(episode.tools)}
             turn = await next_turn(endpoint, asked)

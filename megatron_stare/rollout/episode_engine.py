@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -19,6 +20,8 @@ from megatron_stare.event_loop import EventLoopThread
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
 
+log = logging.getLogger(__name__)
+
 Seed = tuple[int, ...]
 
 
@@ -29,6 +32,14 @@ def own_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase
     return copy.deepcopy(tokenizer)
 
 
+class EngineFailed(Exception):
+    """The engine below raised `cause`: a fault of the system, not of the episode."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
 class EpisodeEngine:
     """Implements rollout.engine.Engine over `engine`. A subclass plays an episode in `_play` and
     ends episodes in `_abort`; both run in the thread `name`.
@@ -37,6 +48,7 @@ class EpisodeEngine:
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine = engine
         self._thread = EventLoopThread(name)
+        self._warned: set[str] = set()
 
     async def _play(self, request: Request, params: SamplingParams) -> Rollout:
         raise NotImplementedError
@@ -77,6 +89,19 @@ class EpisodeEngine:
         """End these episodes, or all: they come back `aborted`, without tokens."""
         seeds = None if requests is None else {request.seed for request in requests}
         self._thread.loop.call_soon_threadsafe(self._abort, seeds)
+
+    def _warn(self, cause: str, counter: str, error: object, raised: Any = None) -> None:
+        """Log the first failed episode of each cause; `raised`: with its traceback."""
+        if cause not in self._warned:
+            self._warned.add(cause)
+            log.warning(
+                "an episode failed; such are left out of the loss and counted as episode/%s, and "
+                "this is the first %s: %s",
+                counter,
+                cause,
+                error,
+                exc_info=raised,
+            )
 
     def counts(self) -> dict[str, float]:
         """The faults of the engine below."""

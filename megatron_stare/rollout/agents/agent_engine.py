@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -31,8 +30,6 @@ from megatron_stare.rollout.engine import Engine, Request, SamplingParams
 from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed, own_tokenizer
 from megatron_stare.rollout.tools.calls import FORMATS
 from megatron_stare.system import raise_file_limit
-
-log = logging.getLogger(__name__)
 
 TRIES = 2  # an episode whose host dies is begun once more
 
@@ -53,7 +50,6 @@ class AgentEngine(EpisodeEngine):
         self.renderer = Renderer(own_tokenizer(tokenizer), FORMATS[settings.format], variables)
         self._sessions: dict[Seed, AgentSession] = {}
         self._tasks: dict[Seed, asyncio.Task[Any]] = {}
-        self._warned: set[str] = set()
         super().__init__(engine, "agent-engine")
         try:
             self._thread.run(self._start())
@@ -151,21 +147,12 @@ class AgentEngine(EpisodeEngine):
             },
             "attempt": attempt,
         }
-        started = asyncio.Event()
-        run = asyncio.ensure_future(self.hosts.run(episode, started))
-        try:
-            begun = asyncio.ensure_future(started.wait())
-            await asyncio.wait({run, begun}, return_when=asyncio.FIRST_COMPLETED)
-            begun.cancel()
-            await asyncio.wait({run}, timeout=self.settings.max_seconds)
-            if run.done():
-                return run.result()
+
+        def late() -> None:
             session.ended = session.ended or "agents.max_seconds"
-            return {"reward": None}
-        finally:
-            if not run.done():
-                run.cancel()
-                await asyncio.wait({run})
+
+        outcome = await self.hosts.run(episode, self.settings.max_seconds, late)
+        return {"reward": None} if outcome is None else outcome
 
     def _finished(self, session: AgentSession, outcome: dict[str, Any]) -> Rollout:
         """The rollout of an episode that ended, as its outcome says."""
@@ -184,21 +171,10 @@ class AgentEngine(EpisodeEngine):
             rollout = Rollout.inserted((), "truncated", self.version)
         rollout = dataclasses.replace(rollout, episode=rollout.episode | episode)
         if failed:
-            self._warn(failed, outcome)
+            self._warn(failed, f"failed/{failed}", outcome.get("message") or outcome)
             marked = rollout.episode | {"errors": 1.0, f"failed/{failed}": 1.0}
             rollout = rollout.without_loss(status="truncated", outcome=None, episode=marked)
         return rollout
-
-    def _warn(self, cause: str, outcome: dict[str, Any]) -> None:
-        """Log the first failure of each cause."""
-        if cause not in self._warned:
-            self._warned.add(cause)
-            log.warning(
-                "an agent's episode failed; such are left out of the loss and counted as "
-                "episode/failed/%s, and this is the first: %s",
-                cause,
-                outcome.get("message") or outcome,
-            )
 
 
 def _reward_of(outcome: dict[str, Any]) -> tuple[float | None, str]:

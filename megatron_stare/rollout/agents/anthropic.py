@@ -6,7 +6,15 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_stare.rollout.agents.chat import ModelAnswer, ModelCall, count_of, stop_texts
+from megatron_stare.rollout.agents.chat import (
+    ModelAnswer,
+    ModelCall,
+    count_of,
+    delivery_of,
+    ignored_of,
+    named_event,
+    stop_texts,
+)
 from megatron_stare.rollout.agents.messages import BadCall, Message, checked
 from megatron_stare.rollout.tools.calls import Tool
 
@@ -27,16 +35,13 @@ def read(body: Mapping[str, Any]) -> ModelCall:
     for message in body["messages"]:
         messages += _neutral(message)
     choice = (body.get("tool_choice") or {}).get("type")
-    ignored = [name for name in IGNORED if body.get(name) is not None]
-    ignored += ["tool_choice"] if choice not in (None, "auto", "none") else []
     return ModelCall(
         checked(messages),
         () if choice == "none" else tuple(map(_tool, body.get("tools") or ())),
         count_of(body, "max_tokens"),
         stop_texts(body.get("stop_sequences")),
-        bool(body.get("stream")),
-        str(body.get("model") or ""),
-        tuple(ignored),
+        ignored=ignored_of(body, IGNORED, choice),
+        **delivery_of(body),
     )
 
 
@@ -58,25 +63,21 @@ def events_of(call: ModelCall, answer: ModelAnswer) -> Iterator[str]:
     """The events of an answer's stream; put together they are the JSON of `body_of`."""
     whole = body_of(call, answer)
     begun = {**whole, "content": [], "stop_reason": None}
-    yield _event("message_start", message=begun)
+    yield named_event("message_start", message=begun)
     for index, block in enumerate(whole["content"]):
         empty, deltas = _in_pieces(block)
-        yield _event("content_block_start", index=index, content_block=empty)
+        yield named_event("content_block_start", index=index, content_block=empty)
         for delta in deltas:
-            yield _event("content_block_delta", index=index, delta=delta)
-        yield _event("content_block_stop", index=index)
+            yield named_event("content_block_delta", index=index, delta=delta)
+        yield named_event("content_block_stop", index=index)
     end = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
-    yield _event("message_delta", delta=end, usage=whole["usage"])
-    yield _event("message_stop")
+    yield named_event("message_delta", delta=end, usage=whole["usage"])
+    yield named_event("message_stop")
 
 
 def error_event(content: Mapping[str, Any]) -> str:
     """An error after the stream has begun."""
-    return f"event: error\ndata: {json.dumps(content)}\n\n"
-
-
-def _event(kind: str, **fields: Any) -> str:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
+    return named_event("error", error=content["error"])
 
 
 def _blocks(message: Message) -> list[dict[str, Any]]:

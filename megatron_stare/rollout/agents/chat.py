@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ class ModelCall:
     stop: tuple[str, ...] = ()
     stream: bool = False
     model: str = ""
-    ignored: tuple[str, ...] = field(default=())
+    ignored: tuple[str, ...] = ()
     logprobs: bool = False
     previous: str = ""  # the answer that these messages continue (Responses)
     instructed: bool = False  # the first message is the call's own: it is not carried over
@@ -63,29 +63,43 @@ class ModelAnswer:
 
 def read(body: Mapping[str, Any]) -> ModelCall:
     """The call of a request's body. BadCall: it asks for what cannot be had."""
-    if body.get("n") not in (None, 1):
-        raise BadCall(f"n={body['n']!r}: one answer per call; ask again for another")
+    refuse_several(body)
     tools = body.get("tools") or ()
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadCall("tools must be a list of {type: function, function: {name, ...}}")
     choice = body.get("tool_choice")
-    ignored = [name for name in IGNORED if body.get(name) is not None]
-    if choice not in (None, "auto", "none"):
-        ignored.append("tool_choice")
     return ModelCall(
         checked(body.get("messages")),
         () if choice == "none" else tuple(tools),
         count_of(body, "max_completion_tokens", "max_tokens"),
         stop_texts(body.get("stop")),
-        bool(body.get("stream")),
-        str(body.get("model") or ""),
-        tuple(ignored),
-        bool(body.get("logprobs")),
+        ignored=ignored_of(body, IGNORED, choice),
+        logprobs=bool(body.get("logprobs")),
         prompt_ids=ids_of(body, "tokens"),
         return_ids=bool(body.get("return_token_ids")),
+        **delivery_of(body),
     )
+
+
+def delivery_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a ModelCall that have one name in all dialects."""
+    return {"stream": bool(body.get("stream")), "model": str(body.get("model") or "")}
+
+
+def ignored_of(
+    body: Mapping[str, Any], names: Sequence[str], choice: object = None
+) -> tuple[str, ...]:
+    """Those of these settings that a client gives; `choice`: of its tools."""
+    given = [name for name in names if body.get(name) not in (None, "disabled")]
+    return (*given, *(["tool_choice"] if choice not in (None, "auto", "none") else []))
+
+
+def refuse_several(settings: Mapping[str, Any]) -> None:
+    """BadCall: more than one answer is asked for."""
+    if settings.get("n") not in (None, 1):
+        raise BadCall(f"n={settings['n']!r}: one answer per call; ask again for another")
 
 
 def count_of(body: Mapping[str, Any], *names: str) -> int | None:
@@ -175,6 +189,11 @@ def events_of(call: ModelCall, answer: ModelAnswer) -> Iterator[str]:
 def error_event(content: Mapping[str, Any]) -> str:
     """An error after the stream has begun."""
     return f"data: {json.dumps(content)}\n\n"
+
+
+def named_event(kind: str, **fields: Any) -> str:
+    """An event of the dialects whose events have names."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
 
 
 def error_of(message: str, code: str) -> dict[str, Any]:

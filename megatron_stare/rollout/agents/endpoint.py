@@ -27,7 +27,8 @@ from aiohttp import web
 from megatron_stare.config import UserError
 from megatron_stare.rollout.agents import anthropic, chat, responses, tokens
 from megatron_stare.rollout.agents.messages import BadCall
-from megatron_stare.rollout.agents.session import ENDED, AgentSession, Delivery, EngineFailed
+from megatron_stare.rollout.agents.session import ENDED, AgentSession, Delivery
+from megatron_stare.rollout.episode_engine import EngineFailed
 
 MOST_BODY = 256 << 20  # bytes: histories of long episodes come whole with every call
 MOST_KEYS = 65_536  # closed sessions whose late calls get 409; calls of older ones get 401
@@ -113,8 +114,7 @@ class Endpoint:
                 if found.closed or found.ended:
                     return self._late(found.ended)
             delivery = found.ask(call, body, retries, alive)
-            answered = _streamed if call.stream else _whole
-            return await answered(request, dialect, call, delivery, self.heartbeat_seconds)
+            return await _answered(request, dialect, call, delivery, self.heartbeat_seconds)
         except BadCall as error:
             return _refused(error)
         except ConnectionError:  # the client is gone; it may ask again
@@ -213,67 +213,47 @@ async def _until_done(delivery: Delivery, seconds: float) -> bool:
     return delivery.answer.done()
 
 
-async def _whole(
+async def _answered(
     request: web.Request,
     dialect: ModuleType,
     call: chat.ModelCall,
     delivery: Delivery,
     seconds: float,
 ) -> web.StreamResponse:
-    """One JSON. Errors have their status until the first heartbeat; after it the connection ends,
-    and the client's retry gets the status.
+    """One JSON, or server-sent events. An error has its status until the first byte. After it, an
+    error is one of the events, or the connection ends and the client's retry gets the status.
     """
-    response: web.StreamResponse | None = None
-    while not await _until_done(delivery, seconds):
-        if response is None:
-            response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    kind = "text/event-stream" if call.stream else "application/json"
+    response = web.StreamResponse(headers={"Content-Type": kind})
+    if call.stream:
+        response.headers["Cache-Control"] = "no-cache"
+        if not await _until_done(delivery, min(seconds, 0.05)):
             await response.prepare(request)
-        await response.write(b" ")
+    heartbeat = dialect.HEARTBEAT if call.stream else " "
+    while not await _until_done(delivery, seconds):
+        await response.prepare(request)
+        await response.write(heartbeat.encode())
     try:
         node, answer = delivery.answer.result()
     except (BadCall, EngineFailed) as error:
-        if response is None:
+        if not response.prepared:
             return _failed(error)
-        if request.transport is not None:  # None: the client has left
+        if call.stream:
+            code = error.code if isinstance(error, BadCall) else "engine_failed"
+            event = dialect.error_event(chat.error_of(str(error), code))
+            await response.write(event.encode())
+        elif request.transport is not None:  # None: the client has left
             request.transport.abort()
         return response
-    content = json.dumps(dialect.body_of(call, answer)).encode()
-    if response is None:
-        response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        response.content_length = len(content)
-        await response.prepare(request)
-    await response.write(content)
-    await response.write_eof()
-    node.delivered = node.delivered or _liveness(request)()
-    return response
-
-
-async def _streamed(
-    request: web.Request,
-    dialect: ModuleType,
-    call: chat.ModelCall,
-    delivery: Delivery,
-    seconds: float,
-) -> web.StreamResponse:
-    """Server-sent events; an error after the first byte is one of them."""
-    if delivery.answer.done() or await _until_done(delivery, min(seconds, 0.05)):
-        error = delivery.answer.exception()
-        if error is not None:
-            return _failed(error)
-    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    response = web.StreamResponse(headers=headers)
+    if call.stream:
+        pieces = dialect.events_of(call, answer)
+    else:
+        pieces = [json.dumps(dialect.body_of(call, answer))]
+        if not response.prepared:
+            response.content_length = len(pieces[0])  # json.dumps writes ASCII
     await response.prepare(request)
-    while not await _until_done(delivery, seconds):
-        await response.write(dialect.HEARTBEAT.encode())
-    try:
-        node, answer = delivery.answer.result()
-    except (BadCall, EngineFailed) as error:
-        code = error.code if isinstance(error, BadCall) else "engine_failed"
-        event = dialect.error_event(chat.error_of(str(error), code))
-        await response.write(event.encode())
-        return response
-    for event in dialect.events_of(call, answer):
-        await response.write(event.encode())
+    for piece in pieces:
+        await response.write(piece.encode())
     await response.write_eof()
     node.delivered = node.delivered or _liveness(request)()
     return response

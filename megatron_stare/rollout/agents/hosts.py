@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,19 +83,26 @@ class Hosts:
         for host in self.hosts:
             await self._end(host)
 
-    async def run(self, episode: dict[str, Any], started: asyncio.Event) -> dict[str, Any]:
-        """The outcome of an episode. HostLost: its host ended. A cancelled call stops the agent:
-        it has agents.grace_seconds before its host is ended.
+    async def run(
+        self, episode: dict[str, Any], seconds: float, late: Callable[[], None]
+    ) -> dict[str, Any] | None:
+        """The outcome of an episode. HostLost: its host ended. An agent that takes longer than
+        `seconds` is stopped, after a call of `late`, and the outcome is None. A cancelled call
+        stops the agent too. It has agents.grace_seconds before its host is ended.
         """
         async with self._places:
             host = await self._free()
             number = next(self._numbers)
             outcome: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
             host.running[number] = outcome
-            started.set()
             try:
                 host.send({"start": number, **episode})
-                return await asyncio.shield(outcome)
+                await asyncio.wait({outcome}, timeout=seconds)
+                if outcome.done():
+                    return outcome.result()
+                late()
+                await self._stop(host, number, outcome)
+                return None
             except asyncio.CancelledError:
                 await self._stop(host, number, outcome)
                 raise

@@ -20,13 +20,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = dict[str, Any]
-TOLERANCES: dict[str, frozenset[str]] = {
-    "none": frozenset(),
-    "format": frozenset({"null", "parts", "whitespace", "arguments", "keys"}),
-    "format+reasoning": frozenset(
-        {"null", "parts", "whitespace", "arguments", "keys", "reasoning"}
-    ),
-}
+_FORMAT = frozenset({"null", "parts", "whitespace", "arguments", "keys"})
+TOLERANCES = {"none": frozenset(), "format": _FORMAT, "format+reasoning": _FORMAT | {"reasoning"}}
 ROLES = {"system", "user", "assistant", "tool"}
 _REASONING = ("reasoning_content", "reasoning")
 _KNOWN = {"role", "content", "tool_calls", "tool_call_id", *_REASONING}

@@ -7,11 +7,18 @@ of the assistant. `previous_response_id` stands for that call's items and its an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_stare.rollout.agents.chat import HEARTBEAT, ModelAnswer, ModelCall, count_of
+from megatron_stare.rollout.agents.chat import (
+    HEARTBEAT,
+    ModelAnswer,
+    ModelCall,
+    count_of,
+    delivery_of,
+    ignored_of,
+    named_event,
+)
 from megatron_stare.rollout.agents.messages import BadCall, Message, checked
 from megatron_stare.rollout.tools.calls import Tool
 
@@ -33,18 +40,14 @@ def read(body: Mapping[str, Any]) -> ModelCall:
     for item in items:
         _add(messages, item)
     choice = body.get("tool_choice")
-    ignored = [name for name in IGNORED if body.get(name) not in (None, "disabled")]
-    ignored += ["tool_choice"] if choice not in (None, "auto", "none") else []
     return ModelCall(
         checked(messages),
         () if choice == "none" else tuple(map(_tool, body.get("tools") or ())),
         count_of(body, "max_output_tokens"),
-        (),
-        bool(body.get("stream")),
-        str(body.get("model") or ""),
-        tuple(ignored),
+        ignored=ignored_of(body, IGNORED, choice),
         previous=str(body.get("previous_response_id") or "").removeprefix("resp_"),
         instructed=bool(instructions),
+        **delivery_of(body),
     )
 
 
@@ -60,8 +63,7 @@ def events_of(call: ModelCall, answer: ModelAnswer) -> Iterator[str]:
     def event(kind: str, **fields: Any) -> str:
         nonlocal number
         number += 1
-        content = json.dumps({"type": kind, "sequence_number": number, **fields})
-        return f"event: {kind}\ndata: {content}\n\n"
+        return named_event(kind, sequence_number=number, **fields)
 
     whole = body_of(call, answer)
     begun = {**whole, "status": "in_progress", "output": [], "usage": None}
@@ -92,9 +94,7 @@ def error_event(content: Mapping[str, Any]) -> str:
     """An error after the stream has begun."""
     error = content["error"]
     fields = {"code": error["code"], "message": error["message"], "param": None}
-    return (
-        f"event: error\ndata: {json.dumps({'type': 'error', 'sequence_number': 0, **fields})}\n\n"
-    )
+    return named_event("error", sequence_number=0, **fields)
 
 
 def _response(call: ModelCall, answer: ModelAnswer, output: list[Any]) -> dict[str, Any]:

@@ -19,17 +19,10 @@ from megatron_stare.rollout.agents.messages import BadCall, Message
 from megatron_stare.rollout.agents.rendering import Renderer
 from megatron_stare.rollout.agents.tree import CallTree, Node
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
+from megatron_stare.rollout.episode_engine import EngineFailed
 from megatron_stare.system import digest
 
 ENDED = "session_ended"  # the code of an error: a limit is reached, or the episode is over
-
-
-class EngineFailed(Exception):
-    """The engine below raised `cause`: a fault of the system, not of the episode."""
-
-    def __init__(self, cause: BaseException) -> None:
-        super().__init__(cause)
-        self.cause = cause
 
 
 @dataclass(eq=False)
@@ -102,8 +95,11 @@ class AgentSession:
             ("agents.max_tokens", self._tokens, settings.max_tokens),
         ):
             if used >= most:
-                self.ended = self.ended or name
-                raise BadCall(f"the episode has used up {name}={most}", ENDED)
+                raise self._used_up(name, most)
+
+    def _used_up(self, name: str, most: int) -> BadCall:
+        self.ended = self.ended or name
+        return BadCall(f"the episode has used up {name}={most}", ENDED)
 
     async def _answered(self, call: ModelCall) -> tuple[Node, ModelAnswer]:
         context = digest(repr((call.tools, call.model.partition(":")[2])))
@@ -183,10 +179,7 @@ class AgentSession:
         leaves = sum(not node.children for node in self.tree.nodes)
         begins = parent is None or bool(parent.children)
         if begins and leaves >= self.settings.max_sequences:
-            self.ended = self.ended or "agents.max_sequences"
-            raise BadCall(
-                f"the episode has used up agents.max_sequences={self.settings.max_sequences}", ENDED
-            )
+            raise self._used_up("agents.max_sequences", self.settings.max_sequences)
 
     def _limits(self, call: ModelCall, prompt: numpy.ndarray) -> SamplingParams:
         left = self.context_length - len(prompt)

@@ -18,8 +18,11 @@ from megatron_stare.rollout.agents.chat import (
     ModelAnswer,
     ModelCall,
     count_of,
+    delivery_of,
     error_event,
     ids_of,
+    ignored_of,
+    refuse_several,
 )
 from megatron_stare.rollout.agents.messages import BadCall
 
@@ -33,11 +36,14 @@ def read(body: Mapping[str, Any]) -> ModelCall:
     ids = ids_of(body, "token_ids")
     if ids is None or not isinstance(params, dict):
         raise BadCall("token_ids must be a list of token ids, and sampling_params an object")
-    if params.get("n") not in (None, 1):
-        raise BadCall(f"n={params['n']!r}: one answer per call; ask again for another")
-    ignored = tuple(name for name in IGNORED if params.get(name) is not None)
-    most, model = count_of(params, "max_tokens"), str(body.get("model") or "")
-    return ModelCall([], (), most, (), bool(body.get("stream")), model, ignored, prompt_ids=ids)
+    refuse_several(params)
+    return ModelCall(
+        [],
+        max_tokens=count_of(params, "max_tokens"),
+        ignored=ignored_of(params, IGNORED),
+        prompt_ids=ids,
+        **delivery_of(body),
+    )
 
 
 def body_of(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:

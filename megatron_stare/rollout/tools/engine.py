@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -36,29 +35,18 @@ from megatron_stare.config import ToolsConfig, UserError
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.chat_template import ChatTemplate, TemplateError, readable
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
-from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed, own_tokenizer
+from megatron_stare.rollout.episode_engine import EngineFailed, EpisodeEngine, Seed, own_tokenizer
 from megatron_stare.rollout.sandbox.interpreter import SandboxError
 from megatron_stare.rollout.tools.calls import FORMATS
 from megatron_stare.rollout.tools.environment import (
-    Budget,
     Episode,
     MakeEnvironment,
     is_own_fault,
     words,
 )
 
-log = logging.getLogger(__name__)
-
 # For tools.answer_pattern in one turn: a pattern may take exponential time on a text of a model's.
 PATTERN_SECONDS = 1.0
-
-
-class _EngineFailed(Exception):
-    """The engine below raised `cause`: a fault of the system, not of the episode."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(cause)
-        self.cause = cause
 
 
 class ToolEngine(EpisodeEngine):
@@ -80,14 +68,7 @@ class ToolEngine(EpisodeEngine):
         self.settings, self.release = settings, release
         self.form = FORMATS[settings.format]
         self.answer = _compiled(settings.answer_pattern)
-        self._warned: set[str] = set()
         self.messages = ToolMessages(self.tokenizer, settings.response, variables)
-        self.budget = Budget(
-            settings.max_calls,
-            settings.call_seconds,
-            settings.episode_seconds,
-            settings.output_characters,
-        )
         self._active: set[Seed] = set()
         self._aborted: set[Seed] = set()
         self._outbox: list[tuple[Request, SamplingParams, Future[Rollout]]] = []
@@ -119,33 +100,20 @@ class ToolEngine(EpisodeEngine):
         self._active.add(request.seed)
         trajectory = _Trajectory(self, request, params)
         try:
-            async with Episode(self.make(request.prompt), self.budget) as episode:
+            async with Episode(self.make(request.prompt), self.settings) as episode:
                 return await trajectory.play(episode)
-        except _EngineFailed as error:
+        except EngineFailed as error:
             raise error.cause from None
         except BaseException as error:
             # Before a model wrote anything a UserError is about the settings.
             settings = isinstance(error, UserError) and not trajectory.counts["turns"]
             if settings or isinstance(error, SandboxError) or not is_own_fault(error):
                 raise
-            self._warn(error)
+            self._warn(type(error).__name__, "errors", words(error), raised=error)
             return trajectory.broken()
         finally:
             self._active.discard(request.seed)
             self._aborted.discard(request.seed)
-
-    def _warn(self, error: BaseException) -> None:
-        """Log the first error of each type, with its traceback."""
-        kind = type(error).__name__
-        if kind not in self._warned:
-            self._warned.add(kind)
-            log.warning(
-                "an episode ended in an error; such are left out of the loss and counted as "
-                "episode/errors, and this is the first %s: %s",
-                kind,
-                words(error),
-                exc_info=error,
-            )
 
     async def generate(self, request: Request, params: SamplingParams) -> Rollout:
         """The rollout of one turn. Turns requested at the same moment are submitted together."""
@@ -158,7 +126,7 @@ class ToolEngine(EpisodeEngine):
         try:
             return await asyncio.wrap_future(answer)
         except Exception as error:
-            raise _EngineFailed(error) from error
+            raise EngineFailed(error) from error
 
     def _send(self) -> None:
         outbox, self._outbox = self._outbox, []

@@ -1,4 +1,4 @@
-"""The environment of an episode, a single-use object that offers tools; the budgets of its calls.
+"""The environment of an episode, a single-use object that offers tools; the limits of its calls.
 
 An environment is made for one episode from its Prompt, and closed at the episode's end. It has
 `tools`, a list of JSON schemas for the chat template, and `call`, which may take any time and raise
@@ -6,7 +6,7 @@ any error: `Episode` bounds its time, cuts its output, and turns every failure i
 the model. The exception is SandboxError: this machine can run no code, and the run ends. A turn
 loop keeps one Episode per rollout, each in a coroutine of its own:
 
-    async with Episode(make(prompt), budget) as episode:
+    async with Episode(make(prompt), settings) as episode:
         ... render(messages, tools=episode.tools); generate ...
         for message in await episode.answer(form.read(text, episode.tools)): ...
 
@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from megatron_stare.config import callable_at
+from megatron_stare.config import ToolsConfig, callable_at
 from megatron_stare.records import Prompt
 from megatron_stare.rollout.sandbox.interpreter import CallLost, SandboxError
 from megatron_stare.rollout.tools.calls import Tool, ToolCall, check_call
@@ -61,25 +61,11 @@ class ToolError(Exception):
 
 
 @dataclass(frozen=True)
-class Budget:
-    """The limits of one episode. Beyond `calls` and `episode_seconds` every call is answered with a
-    message instead.
-    """
-
-    calls: int = 16
-    call_seconds: float = 30.0
-    episode_seconds: float = 300.0  # in tools, calls that run at once counted once
-    output_characters: int = 8192  # of one answer; the rest is cut, with a mark
-
-
-@dataclass(frozen=True)
 class ToolResult:
-    """The result of one call. `ok` False: `text` is an error message. `seconds`: its duration."""
+    """The result of one call. `ok` False: `text` is an error message."""
 
-    call: ToolCall
     text: str
     ok: bool
-    seconds: float
 
 
 class _Clock:
@@ -137,13 +123,14 @@ def hold_clock() -> Callable[[], None]:
 
 
 class Episode:
-    """One environment under a budget. The calls of one turn run together;
-    nothing here raises for a model's mistake.
+    """One environment under the limits of `settings`. The calls of one turn run together;
+    nothing here raises for a model's mistake. Beyond max_calls and episode_seconds, which counts
+    calls that run at once only once, every call is answered with a message instead.
     """
 
-    def __init__(self, environment: Environment, budget: Budget) -> None:
+    def __init__(self, environment: Environment, settings: ToolsConfig) -> None:
         self.environment = environment
-        self.budget = budget
+        self.settings = settings
         self.tools: tuple[Tool, ...] = tuple(environment.tools)
         self.calls = 0
         self.seconds = 0.0  # in which at least one call ran
@@ -165,13 +152,13 @@ class Episode:
         """One result per call, in order. Malformed calls count too. When the calls are used up, the
         first one beyond them gets a message that says so, and the calls after it get nothing.
         """
-        left = max(0, self.budget.calls - self.calls)
+        left = max(0, self.settings.max_calls - self.calls)
         return await asyncio.gather(*(self._one(call) for call in calls[: left + 1]))
 
     async def _one(self, call: ToolCall) -> ToolResult:
         self.calls += 1
-        call, text, ok, seconds = await self._made(call)
-        return ToolResult(call, cut(text, self.budget.output_characters), ok, seconds)
+        text, ok = await self._made(call)
+        return ToolResult(cut(text, self.settings.output_characters), ok)
 
     def _passing(self, more: int) -> None:
         """Note that `more` more calls run from now on."""
@@ -179,22 +166,21 @@ class Episode:
         self.seconds += now - self._since if self._running else 0.0
         self._running, self._since = self._running + more, now
 
-    async def _made(self, call: ToolCall) -> tuple[ToolCall, str, bool, float]:
-        """The checked call, the text to show, whether it succeeded, and how long it ran."""
-        budget = self.budget
-        left = min(budget.call_seconds, budget.episode_seconds - self.seconds)
-        if self.calls > budget.calls:
-            used = f"Error: all {budget.calls} tool calls are used; answer without tools"
-            return call, used, False, 0.0
-        if left <= 0:
-            text = (
-                f"Error: the {budget.episode_seconds:g} s for tools are used up; answer without "
-                "tools"
+    async def _made(self, call: ToolCall) -> tuple[str, bool]:
+        """The text to show, and whether the call succeeded."""
+        settings = self.settings
+        left = min(settings.call_seconds, settings.episode_seconds - self.seconds)
+        if self.calls > settings.max_calls:
+            return (
+                f"Error: all {settings.max_calls} tool calls are used; answer without tools",
+                False,
             )
-            return call, text, False, 0.0
+        if left <= 0:
+            limit = f"the {settings.episode_seconds:g} s for tools"
+            return f"Error: {limit} are used up; answer without tools", False
         call = check_call(call, self.tools)
         if call.error:
-            return call, call.error, False, 0.0
+            return call.error, False
         scope = asyncio.timeout(left)
         clock = _Clock(left, scope, self._passing)
         try:
@@ -208,9 +194,9 @@ class Episode:
                     clock.end()
             if not isinstance(shown, str):
                 raise TypeError(f"it gave {type(shown).__name__}, no text")
-            return call, shown, True, clock.spent
+            return shown, True
         except ToolError as error:
-            return call, f"Error: {words(error, kind=False)}", False, clock.spent
+            return f"Error: {words(error, kind=False)}", False
         except BaseException as error:
             # an environment's own fault ends neither the episode nor the run
             lost = isinstance(error, SandboxError) and not isinstance(error, CallLost)
@@ -218,7 +204,7 @@ class Episode:
                 raise
             late = f"gave no answer within {left:.1f} s"
             why = late if scope.expired() else f"failed ({words(error)})"
-            return call, f"Error: {call.name} {why}", False, clock.spent
+            return f"Error: {call.name} {why}", False
 
 
 def is_own_fault(error: BaseException) -> bool:

@@ -29,24 +29,11 @@ attributes altogether (so shutil.copy fails there, shutil.copyfile works), and b
 signals but to the first process and its group (so subprocess's time-out fails), and before Linux
 6.2 truncate by name.
 
-What no isolation stops: bugs of the kernel; time and memory channels; reading the interpreter's
-packages, and files of /usr that all users may read; `max_processes` processes that use
-`memory_mib` each, and in files in memory `open_files` times `file_mib` each (no control group is
-made); a call that uses the whole of a core until its time is over. The code
-shares its process with what reports `value` and `ok`: it can fake both, its own only. A verifier
-must therefore not trust `ok` (scoring/programs/ does not).
-
-What limits does not stop:
-- existence, size and times of files outside, and the names of new ones: Landlock guards contents
-  and lists of directories alone.
-- without "files": reading every file that its user may read, names and command lines in /proc too;
-  without "mounts" also writing those, /tmp and /dev/shm included; such files stay.
-- without "processes": a descendant may run until the call is over.
-- without "disk": a file that is deleted while it is open is not measured.
-- without "calls": what "calls", "signals" and "attributes" stop above, where nothing else does; the
-  network without "network".
-- without "user", as root: `max_processes` does not bind root.
-What is missing of these is logged once per process, as a warning.
+docs/security.md says what no isolation stops, docs/tools.md what limits does not. Besides, without
+"disk" a file that is deleted while it is open is not measured; without "user", as root,
+`max_processes` does not bind root. The code shares its process with what reports `value` and `ok`,
+so that a verifier must not trust them (scoring/programs/ does not). What is missing is logged once
+per process, as a warning.
 """
 
 from __future__ import annotations
@@ -68,8 +55,8 @@ def warn(isolation: str, held: frozenset[str]) -> None:
 
 
 def missing(held: frozenset[str]) -> list[str]:
-    """The acts that missing protections allow to code, in words;
-    empty: nothing beyond what the module's docstring says.
+    """The acts that missing protections allow to code, in words; empty: none that another isolation
+    would stop.
     """
     gaps = []
     if "files" not in held:

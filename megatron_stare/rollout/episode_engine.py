@@ -58,12 +58,10 @@ class EpisodeEngine:
 
     @property
     def version(self) -> int:
-        """The version of the weights in the engine below."""
         return self.engine.version
 
     @property
     def sources(self) -> int:
-        """The number of ranks on which requests may be submitted."""
         return self.engine.sources
 
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
@@ -74,7 +72,6 @@ class EpisodeEngine:
         return [self._thread.submit(self._play(request, params)) for request in whole]
 
     def wait(self, futures: Sequence[Future[Any]]) -> None:
-        """Wait as the engine below does."""
         self.engine.wait(futures)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -82,7 +79,6 @@ class EpisodeEngine:
         self.engine.load_weights(weights, version)
 
     def release_memory(self) -> None:
-        """Release the memory of the engine below."""
         self.engine.release_memory()
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
@@ -104,5 +100,4 @@ class EpisodeEngine:
             )
 
     def counts(self) -> dict[str, float]:
-        """The faults of the engine below."""
         return self.engine.counts()

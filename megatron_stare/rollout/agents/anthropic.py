@@ -26,7 +26,6 @@ _RAW = "_raw_arguments"
 
 
 def read(body: Mapping[str, Any]) -> ModelCall:
-    """The call of a request's body. BadCall: it asks for what cannot be had."""
     messages: list[Message] = []
     if body.get("system"):
         messages.append({"role": "system", "content": body["system"]})
@@ -46,7 +45,6 @@ def read(body: Mapping[str, Any]) -> ModelCall:
 
 
 def body_of(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
-    """The JSON of an answer."""
     return {
         "id": f"msg_{answer.id}",
         "type": "message",
@@ -55,7 +53,7 @@ def body_of(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
         "content": _blocks(answer.message),
         "stop_reason": _STOPS[answer.finish_reason],
         "stop_sequence": None,
-        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
+        "usage": {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.ids)},
     }
 
 
@@ -76,7 +74,6 @@ def events_of(call: ModelCall, answer: ModelAnswer) -> Iterator[str]:
 
 
 def error_event(content: Mapping[str, Any]) -> str:
-    """An error after the stream has begun."""
     return named_event("error", error=content["error"])
 
 

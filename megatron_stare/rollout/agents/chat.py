@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_stare.rollout.agents.messages import BadCall, Message, checked
@@ -53,12 +53,10 @@ class ModelAnswer:
     model: str
     message: Message
     finish_reason: str  # stop, length or tool_calls
-    prompt_tokens: int
-    completion_tokens: int
-    prompt_ids: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)  # sampled
-    values: list[float] = field(default_factory=list)  # their log-probs
-    texts: list[str] = field(default_factory=list)  # theirs, if the call asks for log-probs
+    prompt_ids: list[int]
+    ids: list[int]  # sampled
+    values: list[float]  # their log-probs
+    texts: list[str]  # theirs, if the call asks for log-probs
 
 
 def read(body: Mapping[str, Any]) -> ModelCall:
@@ -206,7 +204,7 @@ def error_of(message: str, code: str) -> dict[str, Any]:
 
 def _usage(answer: ModelAnswer) -> dict[str, int]:
     return {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": answer.completion_tokens,
-        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+        "prompt_tokens": len(answer.prompt_ids),
+        "completion_tokens": len(answer.ids),
+        "total_tokens": len(answer.prompt_ids) + len(answer.ids),
     }

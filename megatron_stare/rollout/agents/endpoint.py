@@ -32,6 +32,7 @@ from megatron_stare.rollout.episode_engine import EngineFailed
 
 MOST_BODY = 256 << 20  # bytes: histories of long episodes come whole with every call
 MOST_KEYS = 65_536  # closed sessions whose late calls get 409; calls of older ones get 401
+# Each has HEARTBEAT, read, body_of, events_of and error_event; see chat.py.
 DIALECTS: dict[str, ModuleType] = {
     "v1/chat/completions": chat,
     "v1/chat/completions/tokens": chat,

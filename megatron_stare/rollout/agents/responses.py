@@ -27,7 +27,6 @@ IGNORED = ("temperature", "top_p", "reasoning", "text", "truncation")
 
 
 def read(body: Mapping[str, Any]) -> ModelCall:
-    """The call of a request's body. BadCall: it asks for what cannot be had."""
     instructions = body.get("instructions")
     items = body.get("input")
     if isinstance(items, str):
@@ -52,7 +51,6 @@ def read(body: Mapping[str, Any]) -> ModelCall:
 
 
 def body_of(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
-    """The JSON of an answer."""
     return _response(call, answer, list(_items(answer)))
 
 
@@ -91,7 +89,6 @@ def events_of(call: ModelCall, answer: ModelAnswer) -> Iterator[str]:
 
 
 def error_event(content: Mapping[str, Any]) -> str:
-    """An error after the stream has begun."""
     error = content["error"]
     fields = {"code": error["code"], "message": error["message"], "param": None}
     return named_event("error", sequence_number=0, **fields)
@@ -99,7 +96,7 @@ def error_event(content: Mapping[str, Any]) -> str:
 
 def _response(call: ModelCall, answer: ModelAnswer, output: list[Any]) -> dict[str, Any]:
     cut = answer.finish_reason == "length"
-    prompt, completion = answer.prompt_tokens, answer.completion_tokens
+    prompt, completion = len(answer.prompt_ids), len(answer.ids)
     return {
         "id": f"resp_{answer.id}",
         "object": "response",

@@ -152,8 +152,6 @@ class AgentSession:
             call.model or "policy",
             node.answer,
             finish,
-            len(node.prompt_ids),
-            node.sampled.length,
             node.prompt_ids.tolist(),
             tokens,
             node.sampled.logprobs.tolist(),

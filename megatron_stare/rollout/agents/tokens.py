@@ -31,7 +31,6 @@ IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty
 
 
 def read(body: Mapping[str, Any]) -> ModelCall:
-    """The call of a request's body. BadCall: it asks for what cannot be had."""
     params = body.get("sampling_params") or {}
     ids = ids_of(body, "token_ids")
     if ids is None or not isinstance(params, dict):
@@ -47,7 +46,6 @@ def read(body: Mapping[str, Any]) -> ModelCall:
 
 
 def body_of(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
-    """The JSON of an answer."""
     pairs = zip(answer.ids, answer.values, strict=True)
     content = [{"token": f"token_id:{one}", "logprob": value} for one, value in pairs]
     reason = "length" if answer.finish_reason == "length" else "stop"

@@ -38,7 +38,7 @@ class Node:
     delivered: bool = False
     instructed: bool = False  # its first message is not carried over to what continues it
     children: list[Node] = field(default_factory=list)
-    identities: list[tuple[Any, ...]] = field(default_factory=list)
+    identities: list[tuple[Any, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.identities = [identity(message) for message in self.history]

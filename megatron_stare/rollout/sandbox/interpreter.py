@@ -46,8 +46,10 @@ SYSTEM_PLACES = (
     *(f"/etc/{name}" for name in _ETC),
 )
 _SOURCE = Path(__file__).resolve().parents[3]
-_BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from {0} import main; main()"
-_GUARD = "megatron_stare.rollout.sandbox.guard"
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+    "from megatron_stare.rollout.sandbox.guard import main; main()"
+)
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -91,15 +93,24 @@ class Interpreter:
         python = config.python or sys.executable
         places = interpreter_places(python)
         self.isolation: Isolation = isolation
-        command = [python, "-I", "-c", _BOOT.format(_GUARD), str(_SOURCE)]
+        command = [python, "-I", "-c", _BOOT, str(_SOURCE)]
         try:
-            self.directory = (
-                tempfile.mkdtemp(prefix=PREFIX) if isolation == "limits" else _scratch(places)
-            )
             if isolation == "bubblewrap":
+                self.directory = _scratch(places)
                 command = [*_bubblewrap(config, places, self.directory), *command]
+            else:
+                self.directory = tempfile.mkdtemp(prefix=PREFIX)
             settings = _settings(config, self.directory, places, isolation, namespaces, landlock)
-            self._process = self._started([*command, json.dumps(settings)])
+            self._process = subprocess.Popen(
+                [*command, json.dumps(settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**_ENVIRONMENT, "HOME": self.directory, "TMPDIR": self.directory},
+                cwd="/",
+                start_new_session=True,
+                bufsize=0,
+            )
         except OSError as error:  # no memory, no processes, no disk
             if isolation == "limits" and hasattr(self, "directory"):
                 os.rmdir(self.directory)
@@ -145,14 +156,8 @@ class Interpreter:
         """Run code. InterpreterNotReady: the call did not start.
         SandboxError: the guard is gone, and this code may have ended it.
         """
-        request = {
-            "do": "run",
-            "code": code,
-            "stdin": stdin,
-            "wall_seconds": wall_seconds,
-            "keep": keep,
-        }
-        self._ask(request)
+        request = {"code": code, "stdin": stdin, "wall_seconds": wall_seconds, "keep": keep}
+        self._ask({"do": "run", **request})
         return Execution(**self._receive(wall_seconds + GRACE_SECONDS))
 
     def reset(self) -> None:
@@ -166,18 +171,6 @@ class Interpreter:
             self._send(request, GRACE_SECONDS)
         except SandboxError as error:
             raise InterpreterNotReady(str(error)) from None
-
-    def _started(self, command: list[str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**_ENVIRONMENT, "HOME": self.directory, "TMPDIR": self.directory},
-            cwd="/",
-            start_new_session=True,
-            bufsize=0,
-        )
 
     def stop(self) -> None:
         """End everything in the sandbox, and wait for it."""

@@ -28,20 +28,11 @@ _libc.mount.argtypes = [
 ]
 
 # prctl
-(
-    _SET_PARENT_DEATH_SIGNAL,
-    _SET_DUMPABLE,
-    _SET_CHILD_SUBREAPER,
-    _SET_NO_NEW_PRIVILEGES,
-) = 1, 4, 36, 38
+_SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE = 1, 4
+_SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVILEGES = 36, 38
 # unshare
-_NEW_MOUNT, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NETWORK = (
-    0x20000,
-    0x8000000,
-    0x10000000,
-    0x20000000,
-    0x40000000,
-)
+_NEW_MOUNT, _NEW_IPC = 0x20000, 0x8000000
+_NEW_USER, _NEW_PID, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 # mount
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _RECURSIVE, _PRIVATE = 1, 2, 4, 0x4000, 0x40000
 _MOUNT_SETATTR, _HERE, _AT_RECURSIVE = 442, -100, 0x8000
@@ -51,13 +42,7 @@ _EXECUTE, _READ_FILE, _READ_DIRECTORY = 1 << 0, 1 << 2, 1 << 3
 _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
 # A rule about a single file may name no right that only a directory has.
 _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
-_RIGHTS_OF_ABI = {
-    1: (1 << 13) - 1,
-    2: (1 << 14) - 1,
-    3: (1 << 15) - 1,
-    4: (1 << 15) - 1,
-    5: (1 << 16) - 1,
-}
+_RIGHTS_OF_ABI = {abi: (1 << count) - 1 for abi, count in enumerate([13, 14, 15, 15, 16], start=1)}
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
 
 NOBODY = 65534

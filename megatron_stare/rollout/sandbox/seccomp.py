@@ -211,11 +211,12 @@ def rules(
         found |= {"open": _no_truncation(1), "openat": _no_truncation(2)}
     if own_process:
         found |= {name: [_REFUSED] for name in _SIGNALS_WITH_DATA}
-        found["kill"] = _only(0, (0, own_process, -own_process & 0xFFFFFFFF))
-        found["tgkill"] = _only(0, (own_process,))
-        found["fcntl"] = _never(1, _SIGNAL_OWNER)
+        own = (0, own_process, -own_process & 0xFFFFFFFF)
+        found["kill"] = _where(0, own, _ALLOWED, _REFUSED)
+        found["tgkill"] = _where(0, (own_process,), _ALLOWED, _REFUSED)
+        found["fcntl"] = _where(1, _SIGNAL_OWNER, _REFUSED, _ALLOWED)
         ioctls += _SOCKET_OWNER
-    found["ioctl"] = _never(1, ioctls)
+    found["ioctl"] = _where(1, ioctls, _REFUSED, _ALLOWED)
     if group:
         found |= {name: [_REFUSED] for name in _LEAVE_GROUP}
     return found
@@ -259,18 +260,11 @@ def _argument(number: int) -> int:
     return 16 + 8 * number
 
 
-def _only(argument: int, values: Sequence[int]) -> list[Line]:
-    """Allowed with these values alone."""
+def _where(argument: int, values: Sequence[int], then: Line, otherwise: Line) -> list[Line]:
+    """One answer where the argument has one of these values, another elsewhere."""
     count = len(values)
     tests = [(_EQUAL, count - place, 0, value) for place, value in enumerate(values)]
-    return [(_LOAD, 0, 0, _argument(argument)), *tests, _REFUSED, _ALLOWED]
-
-
-def _never(argument: int, values: Sequence[int]) -> list[Line]:
-    """Refused with these values alone."""
-    count = len(values)
-    tests = [(_EQUAL, count - place, 0, value) for place, value in enumerate(values)]
-    return [(_LOAD, 0, 0, _argument(argument)), *tests, _ALLOWED, _REFUSED]
+    return [(_LOAD, 0, 0, _argument(argument)), *tests, otherwise, then]
 
 
 def _only_zero(*places: int) -> list[Line]:

@@ -74,12 +74,10 @@ class ToolEngine(EpisodeEngine):
         self._outbox: list[tuple[Request, SamplingParams, Future[Rollout]]] = []
 
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
-        """One future per episode; see EpisodeEngine."""
         own = self.form.stop_strings if self.settings.response else ()
         return super().submit(requests, dataclasses.replace(params, stop=(*params.stop, *own)))
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
-        """End these episodes, or all: they come back `aborted`, without tokens."""
         super().abort(requests)
         self.engine.abort(requests)
 
@@ -246,12 +244,8 @@ def _pass_on(answer: Future[Rollout], done: Future[Rollout]) -> None:
 
 
 class ToolMessages:
-    """Renders results for one tokenizer: the result enters a rollout as tokens after those that
-    the model sampled, which are never tokenised again.
-
-    `response` is the user's template, with `{output}`; empty: the chat template's role `tool` (the
-    text between one assistant turn and the next). Special tokens in a result stay text: no tool can
-    end or open a turn. Invalid Unicode is replaced: tokenizers refuse it.
+    """Results as tokens. `response` is the user's template, with `{output}`; empty: the chat
+    template's role `tool`.
     """
 
     def __init__(

@@ -17,7 +17,9 @@ ASKED = {"role": "user", "content": "go"}
 
 
 def answered(**message: Any) -> ModelAnswer:
-    return ModelAnswer("0", "policy", {"role": "assistant", **message}, "stop", 3, 4)
+    return ModelAnswer(
+        "0", "policy", {"role": "assistant", **message}, "stop", [1] * 3, [2] * 4, [0.0] * 4, []
+    )
 
 
 def calls(*arguments: str) -> list[dict[str, Any]]:

@@ -1,0 +1,41 @@
+"""The chat template: what it cannot write is refused before a token enters a rollout."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from megatron_stare.compare.worlds.calculator import tool_tokenizer
+from megatron_stare.rollout.chat_template import ChatTemplate, TemplateError
+
+SAID = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+RESULT = [{"role": "tool", "content": "42"}]
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerBase:
+    return tool_tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (SAID + SAID, "repeats a turn of the model"),
+        (SAID + "{{ messages[-1]['content'] }}", "leaves out or repeats a message"),
+        ("{{ raise_exception('no tools') }}", "no tools"),
+    ],
+)
+def test_what_a_template_cannot_write_is_refused(
+    tokenizer: PreTrainedTokenizerBase, template: str, reason: str
+):
+    tokenizer.chat_template = template
+    with pytest.raises(TemplateError, match=reason):
+        ChatTemplate(tokenizer).ids_after_turn(RESULT, tokenizer.eos_token_id)
+
+
+def test_a_closing_precedes_only_what_the_model_did_not_end(tokenizer: PreTrainedTokenizerBase):
+    template = ChatTemplate(tokenizer)
+    ended = template.ids_after_turn(RESULT, tokenizer.eos_token_id, "!")
+    closed = template.ids_after_turn(RESULT, tokenizer.convert_tokens_to_ids("</tool_call>"), "!")
+    assert tokenizer.decode(ended) == "<tool>42<|end|><assistant>"
+    assert tokenizer.decode(closed) == "!<|end|><tool>42<|end|><assistant>"

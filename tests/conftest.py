@@ -9,6 +9,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from _pytest.mark.expression import Expression
 from megatron_stare.config import Config
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
+from tests.distributed import PRELOADED
 from tests.nullcuda.branches import watch
 from tests.paths import ROOT
 
@@ -71,14 +74,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         else f"no {TRAINERS_PYTHON}: run `make trainers`",
     }
     for item in items:
+        its = {mark.name for mark in item.iter_markers()}
         for marker in MARKS:
-            if item.get_closest_marker(marker) and marker not in marks_in(item.path):
+            if marker in its and marker not in marks_in(item.path):
                 raise pytest.UsageError(
                     f"{item.path} does not name mark.{marker} of {item.name}: "
                     f"`pytest -m {marker}` would not find the file"
                 )
         for marker, reason in missing.items():
-            if reason and item.get_closest_marker(marker):
+            if reason and marker in its:
                 item.add_marker(pytest.mark.skip(reason=reason))
     asking = [item for item in items if item.path.name == "test_branches.py"]
     if (
@@ -97,6 +101,22 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     for value in parameters.params.values() if parameters else ():
         if isinstance(value, BaseException):
             value.__traceback__ = value.__context__ = value.__cause__ = None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_fork_server() -> Iterator[None]:
+    """A process has one fork server, with the imports that its first caller names. The worker
+    processes of a run name fewer than ranks and commands need, each of which would then import the
+    rest for seconds.
+    """
+
+    def preload(*_: object) -> None:
+        forkserver.set_forkserver_preload(PRELOADED)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not (os.environ.get("NULLCUDA_LIBRARY") or torch.cuda.is_available()):
+            patch.setattr(ForkServerContext, "set_forkserver_preload", preload)
+        yield
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from megatron_stare.policy import runtime
 
 COLLECTIVE_TIMEOUT_S = 60.0
 GRACE_S = 3.0
+PRELOADED = ["tests.preloaded"]
 
 
 def fork_server() -> Any:
@@ -39,7 +40,7 @@ def fork_server() -> Any:
     if Path("/dev/nvidiactl").exists():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preloaded"])
+    forkserver.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NULLCUDA_WITHOUT_TE", "1")
         forkserver.ensure_running()  # with a device, its environment stays
@@ -150,7 +151,7 @@ def _one_rank(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
-        # The fork server lacks tests.preloaded if a run's worker processes started it.
+        # On the null device the fork server lacks tests.preloaded if a run's workers started it.
         runtime.prepare()
         outcome = pickle.dumps(function(rank, world_size, *args))
         dist.barrier()

@@ -18,14 +18,16 @@ for name in (
     "transformers.models.qwen3.modeling_qwen3",
     "megatron.core.dist_checkpointing",
     "megatron.core.distributed",
-    "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.optimizer",
     "megatron.core.optimizer_param_scheduler",
     "megatron.core.pipeline_parallel",
     "megatron_stare.__main__",
+    "megatron_stare.compare.compare",
     "megatron_stare.loop.trainer",
     "hypothesis",
     "pytest",
+    "tests.small_run",
 ):
     with contextlib.suppress(Exception):  # a test will report the error
         importlib.import_module(name)

@@ -46,8 +46,8 @@ def test_a_file_is_left_out_if_no_test_can_be_selected(
 def test_a_mark_that_its_file_does_not_name_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text(SERVERS)
-    own = {"agents": pytest.mark.agents}
-    item: Any = SimpleNamespace(path=file, name="test_server", get_closest_marker=own.get)
+    own = [pytest.mark.agents.mark]
+    item: Any = SimpleNamespace(path=file, name="test_server", iter_markers=lambda: own)
     with pytest.raises(pytest.UsageError, match=r"not name mark\.agents of test_server"):
         pytest_collection_modifyitems([item])
 

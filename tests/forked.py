@@ -4,13 +4,16 @@ most of the time of a tiny command.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_stare.compare import compare
 from megatron_stare.config import Config, dump
+from megatron_stare.loop import run_directory
 from tests.distributed import fork_server
 from tests.paths import ROOT
 
@@ -63,6 +66,25 @@ def train(config: Config) -> Command:
     file = Path(config.run.dir).with_suffix(".yaml")
     dump(config, file)
     return Command(["-m", "megatron_stare", "train", str(file)], file.with_suffix(".log"))
+
+
+class Arm(Command):
+    """A run of a comparison, with the methods of subprocess.Popen that the comparison calls."""
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def send_signal(self, number: int) -> None:
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                self.signal(number)
+
+
+def start_arm(config: Config, threads: int) -> Arm:
+    """The forked process that stands for that of `compare._start`, which imports all libraries."""
+    directory = Path(config.run.dir)
+    words = ["-m", "megatron_stare", "train", str(directory / run_directory.CONFIG_NAME)]
+    return Arm(words, directory / compare.LOG_NAME, directory=Path.cwd())
 
 
 def _as_python(words: list[str], variables: dict[str, str], directory: str, log: str) -> None:

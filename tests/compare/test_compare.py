@@ -31,6 +31,7 @@ from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.losses import objective_of
 from megatron_stare.recipes import find_recipe
 from megatron_stare.reporting.logbook import read_metrics
+from tests.forked import Arm, start_arm
 from tests.paths import ROOT
 from tests.small_run import small_config
 
@@ -108,6 +109,13 @@ def mastered(response: str, label: str, metadata: dict[str, Any]) -> float:
     return float(number % 2) if number < 32 else 1.0
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs start forked; tests/recipes/test_quickstart.py starts them as users do."""
+    monkeypatch.setattr(compare, "_start", start_arm)
+
+
+@pytest.mark.usefixtures("forked")
 def test_an_arm_that_solves_its_task_is_complete(tmp_path: Path) -> None:
     solves = (f"scoring.reward={__name__}.mastered",)
     arms = {"mastered": solves, "sound": ()}
@@ -148,6 +156,7 @@ def test_an_arm_is_measured_by_its_own_target(tmp_path: Path) -> None:
     assert held == {"stare": 0.0, "low": 1.0, "plain": 0.0}
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_failed_run_ends_no_other(tmp_path: Path) -> None:
     """Unless it never took a step: then the others would fail as well."""
     own = {"lost": LOST, "sound": (), "stuck": ("scoring.reward=tests.no_such_module.reward",)}
@@ -197,12 +206,11 @@ def test_no_more_runs_at_a_time_than_memory_holds(
 def test_with_memory_for_one_run_the_next_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[subprocess.Popen[bytes]] = []
-    start = compare._start
+    begun: list[Arm] = []
 
-    def noted(config: Config, threads: int) -> subprocess.Popen[bytes]:
+    def noted(config: Config, threads: int) -> Arm:
         assert all(child.poll() == 0 for child in begun) and threads == (os.cpu_count() or 1)
-        begun.append(start(config, threads))
+        begun.append(start_arm(config, threads))
         return begun[-1]
 
     monkeypatch.setattr(compare, "_start", noted)

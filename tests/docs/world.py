@@ -23,6 +23,9 @@ from tests.paths import ROOT
 from tests.tiny_models import save_tokenizer, tiny_config, write_checkpoint
 
 MODEL = "/models/Qwen2.5-Math-7B"
+# Benchmarks that start no process. The others' processes import their file again, so they need a
+# separate `python`.
+ALONE = tuple(f"benchmarks/{name}.py" for name in ("study", "paired", "entropy_prediction"))
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,7 @@ class World:
             variables.append(words.pop(0))
         added = dict(variable.split("=", 1) for variable in variables)
         in_python = python_part(words)
-        # A benchmark starts processes that import its file again, so it needs a separate `python`.
-        if in_python and not in_python[0].startswith("benchmarks/"):
+        if in_python and (not in_python[0].startswith("benchmarks/") or in_python[0] in ALONE):
             return self._forked(in_python, added, way.seconds)
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | added
         done = subprocess.run(

@@ -16,6 +16,7 @@ from megatron_stare.config import Config, dump
 from megatron_stare.loop.interrupt import SAME_REQUEST_SECONDS, Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
+from tests.forked import Command
 from tests.paths import ROOT
 from tests.rewards import even_characters
 from tests.small_run import rows_of, small_config
@@ -56,11 +57,13 @@ def launch(directory: Path, *settings: str) -> subprocess.Popen[str]:
 
 def four_steps(directory: Path, asynchrony: str) -> Config:
     """A run with an evaluation in its middle; sampling ahead takes so long that it can be ended."""
+    ahead = asynchrony == "one_step_off"
     return small_config(
         directory,
         f"rollout.asynchrony={asynchrony}",
         "rollout.dynamic_sampling=false",
-        f"rollout.engine_batch_size={4 if asynchrony == 'one_step_off' else 256}",
+        f"rollout.engine_batch_size={4 if ahead else 256}",
+        f"evaluation.n_samples_per_eval_prompt={1 if ahead else 8}",
         "train.num_rollout=4",
         "evaluation.eval_interval=2",
         f"evaluation.eval_data.held={directory}/problems.jsonl",
@@ -122,25 +125,21 @@ def test_a_second_signal_ends_a_run_whose_reward_hangs(
     file, mark = tmp_path / "run.yaml", tmp_path / "judging"
     reward = "scoring.reward=tests.loop.test_interrupt.hanging"
     dump(small_config(tmp_path, reward, "scoring.function_timeout=0"), file)
-    command = [sys.executable, "-m", "megatron_stare", "train", str(file)]
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), RECORD: str(mark)}
-    run = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | own, stderr=subprocess.PIPE, text=True
-    )
+    words = ["-m", "megatron_stare", "train", str(file)]
+    run = Command(words, tmp_path / "said.txt", variables={RECORD: str(mark)})
     try:
         while not mark.exists():
-            assert run.poll() is None
+            assert run.code is None, run.output
             time.sleep(0.1)
-        run.send_signal(number)
-        run.send_signal(signal.SIGTERM)  # of a launcher that delivers one request twice
-        with pytest.raises(subprocess.TimeoutExpired):
-            run.wait(2 * SAME_REQUEST_SECONDS)
-        run.send_signal(number)
-        _, said = run.communicate(timeout=60)
+        run.signal(number)
+        run.signal(signal.SIGTERM)  # of a launcher that delivers one request twice
+        time.sleep(2 * SAME_REQUEST_SECONDS)
+        assert run.code is None
+        run.signal(number)
+        assert run.wait(60) == 128 + number
     finally:
         run.kill()
-    assert run.returncode == 128 + number
-    assert "stopped at once" in said and "Traceback" not in said
+    assert "stopped at once" in run.output and "Traceback" not in run.output
 
 
 def test_sigterm_after_sigusr1_saves_and_the_next_one_ends_a_wait_in_c(
@@ -159,15 +158,18 @@ with interrupt.Interrupt(exits=True) as noted:
     for _ in range(2):  # the second call never returns, and no signal interrupts it
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as run:
-        assert run.stdout
-        assert [run.stdout.readline(), run.stdout.readline()] == ["10\n", "15\n"]
-        with pytest.raises(subprocess.TimeoutExpired):
-            run.wait(1.0)
-        run.send_signal(signal.SIGTERM)
+    (tmp_path / "program.py").write_text(program)
+    run = Command([str(tmp_path / "program.py")], tmp_path / "said.txt")
+    try:
+        while run.output != "10\n15\n":
+            assert run.code is None, run.output
+            time.sleep(0.1)
+        time.sleep(1.0)
+        assert run.code is None
+        run.signal(signal.SIGTERM)
         assert run.wait(60) == 128 + signal.SIGTERM
+    finally:
+        run.kill()
 
 
 @pytest.fixture(scope="module")

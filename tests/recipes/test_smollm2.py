@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_stare.__main__ import main
+from megatron_stare.compare import compare
 from megatron_stare.config import differences, override
 from megatron_stare.losses import objective_of
 from megatron_stare.recipes import find_recipe
 from megatron_stare.recipes.smollm2 import ADAPTED, TEACHER
 from megatron_stare.reporting.logbook import read_metrics
+from tests.forked import start_arm
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
 RECIPES = ("smollm2_135m", pytest.param("smollm2_135m_lcm", marks=pytest.mark.slow))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked() -> Iterator[None]:
+    """Runs start forked; tests/recipes/test_quickstart.py starts them as users do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "_start", start_arm)
+        yield
 
 
 @pytest.fixture(scope="module", params=RECIPES)
@@ -35,6 +46,7 @@ def options_of(model: Path, run: Path) -> list[str]:
     options = [f"policy.hf_checkpoint={model}", f"run.dir={run}"]
     options += ["data.rollout_max_prompt_len=160", "rollout.rollout_max_response_len=16"]
     options += ["cold_start.steps=4", "train.num_rollout=2", "rollout.dynamic_sampling=false"]
+    options += ["scoring.verifier_processes=1"]  # each imports its library for a second
     return [*options, "evaluation.eval_interval=0"]
 
 

@@ -4,12 +4,16 @@ substitute for srun.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_stare.__main__ import main
 from tests.paths import ROOT
 
 NODES = "a1 a2 a3 a4"
@@ -18,6 +22,14 @@ PROGRAMS = {
     "scontrol": 'if [ "$3" = HET1 ]; then echo b1; else tr " " "\\n" <<<"$NODES"; fi',
     "squeue": "echo RUNNING",
 }
+# The job's Python. `plan` and `doctor` import large libraries; their words are kept for
+# `check_servers`, which gives them to the real commands.
+PYTHON = f"""#!/bin/bash
+case "$3" in
+    plan|doctor) printf "%s\\0" "${{@:3}}" >>"$RECORD.asked" && printf "\\n" >>"$RECORD.asked" ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
 SCRIPTS = sorted((ROOT / "slurm").glob("*.s*"))
 
 
@@ -27,12 +39,16 @@ class JobFailed(Exception):
 
 def steps(folder: Path, script: str, *arguments: str, **environment: str) -> list[list[str]]:
     """The words of each srun of a script."""
-    programs = folder / "programs"
+    programs, python = folder / "programs", folder / "own" / "bin" / "python"
     programs.mkdir()
+    python.parent.mkdir(parents=True)
     for name, body in PROGRAMS.items():
         (programs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (programs / name).chmod(0o755)
+    python.write_text(PYTHON)
+    python.chmod(0o755)
     job = {
+        "VENV": str(folder / "own"),
         "PATH": f"{programs}:{os.environ['PATH']}",
         "RECORD": str(folder / "record"),
         "NODES": NODES,
@@ -53,8 +69,27 @@ def steps(folder: Path, script: str, *arguments: str, **environment: str) -> lis
     (folder / "stderr").write_text(done.stderr)
     if done.returncode:
         raise JobFailed(done.returncode, done.stderr)
-    lines = (folder / "record").read_text().splitlines()
-    return [line.rstrip("\0").split("\0") for line in lines]
+    if (asked := folder / "record.asked").exists():
+        check_servers(words_of(asked))
+    return words_of(folder / "record")
+
+
+def words_of(record: Path) -> list[list[str]]:
+    return [line.rstrip("\0").split("\0") for line in record.read_text().splitlines()]
+
+
+def check_servers(asked: list[list[str]]) -> None:
+    """The real commands, in this process, take the words, and find no fault of the servers that
+    the script has started.
+    """
+    for words in asked:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = main(words)
+        if words[0] == "plan":
+            assert code == 0 or "a server of" not in said.getvalue()
+        else:  # it also reports faults of this machine
+            assert code in (0, 1), said.getvalue()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -187,7 +222,7 @@ def test_the_size_of_a_server_comes_from_the_recipe_or_the_run(tmp_path):
 )
 def test_servers_that_cannot_work_end_the_job_before_any_starts(size, message, tmp_path):
     two_nodes = "policy.context_parallel_size=2"  # what is left of four nodes to train on
-    rollouts = {"ROLLOUT_NODES": "2", "GPUS_PER_SERVER": size}
+    rollouts = {"ROLLOUT_NODES": "2", "GPUS_PER_SERVER": size, "VENV": str(ROOT / ".venv")}
     with pytest.raises(JobFailed) as failed:
         steps(tmp_path, "train.sbatch", "long_cot_32b", two_nodes, **rollouts)
     code, stderr = failed.value.args

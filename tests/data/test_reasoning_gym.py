@@ -7,8 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import reasoning_gym as gym
-from reasoning_gym.factory import DATASETS
 
 from megatron_stare.config import DataConfig, UserError
 from megatron_stare.data.reasoning_gym import PREFIX, gym_rows
@@ -21,6 +19,8 @@ TASK = f"{PREFIX}chain_sum?size=20&seed=1&min_terms=2&max_terms=3"
 
 
 def test_rows_are_those_of_the_package():
+    import reasoning_gym as gym  # a second, which every process of a parallel run would spend
+
     rows = list(read_rows(TASK, DataConfig(), Dropped()))
     made = gym.create_dataset("chain_sum", size=20, seed=1, min_terms=2, max_terms=3)
     assert [row.question for row in rows] == [entry["question"] for entry in made]
@@ -74,6 +74,8 @@ def test_unsolvable_rows_are_refused(source: str, says: str):
 
 @pytest.mark.slow
 def test_every_other_data_set_gives_its_own_answer_the_full_score():
+    from reasoning_gym.factory import DATASETS
+
     refused = set()
     for name in sorted(set(DATASETS) - {"composite"}):
         try:

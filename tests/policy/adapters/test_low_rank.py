@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from megatron_stare.config import AdaptersConfig, Config, LossConfig, PolicyConfig, override
@@ -48,6 +47,8 @@ def alone() -> Iterator[Topology]:
 def test_values_and_gradients_are_those_of_peft(
     family: str, targets: str, alone: Topology, tmp_path: Path
 ) -> None:
+    from peft import LoraConfig, get_peft_model  # here, because the ranks import this file too
+
     directory = write_checkpoint(tmp_path / "model", tiny_config(family), seed=3)
     settings = dataclasses.replace(LORA, targets=targets)
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}

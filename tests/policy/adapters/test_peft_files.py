@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -60,9 +59,16 @@ def settings(run: Path) -> Iterator[tuple[str, ...]]:
     topologies.stop()
 
 
+def merged_by_peft(place: Path) -> dict[str, torch.Tensor]:
+    """The weights of place/model with place/peft, by peft itself."""
+    from peft import PeftModel  # here, because the ranks import this file too
+
+    base = AutoModelForCausalLM.from_pretrained(place / "model")
+    return PeftModel.from_pretrained(base, str(place / "peft")).merge_and_unload().state_dict()
+
+
 def test_peft_loads_what_convert_wrote(run: Path) -> None:
-    base = AutoModelForCausalLM.from_pretrained(run / "model")
-    theirs = PeftModel.from_pretrained(base, str(run / "peft")).merge_and_unload().state_dict()
+    theirs = merged_by_peft(run)
     merged, sent = load_file(run / "hf" / "model.safetensors"), torch.load(run / "merged.pt")
     before = load_file(run / "model" / "model.safetensors")
     assert merged.keys() == sent.keys()
@@ -74,8 +80,7 @@ def test_peft_loads_what_convert_wrote(run: Path) -> None:
 
 def test_adapters_of_latent_attention_go_to_peft_and_back(tmp_path: Path) -> None:
     place = written(tmp_path, tiny_config("deepseek_v3", vocab_size=71), LATENT)
-    base = AutoModelForCausalLM.from_pretrained(place / "model")
-    theirs = PeftModel.from_pretrained(base, str(place / "peft")).merge_and_unload().state_dict()
+    theirs = merged_by_peft(place)
     merged, before = (load_file(place / name / "model.safetensors") for name in ("hf", "model"))
     moved = {name for name, tensor in merged.items() if not torch.equal(tensor, before[name])}
     leaves = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
@@ -93,8 +98,7 @@ def test_adapters_of_experts_go_to_peft_and_back(kind: str, tmp_path: Path) -> N
     chosen = ("adapters.targets=gate,up,down", f"adapters.experts={kind}", WHOLE)
     hf = tiny_config("qwen3_moe", vocab_size=71, mlp_only_layers=[])
     place = written(tmp_path, hf, EP, *chosen)
-    base = AutoModelForCausalLM.from_pretrained(place / "model")
-    theirs = PeftModel.from_pretrained(base, str(place / "peft")).merge_and_unload().state_dict()
+    theirs = merged_by_peft(place)
     merged, before = (load_file(place / name / "model.safetensors") for name in ("hf", "model"))
     sent = torch.load(place / "merged.pt")
     for name, tensor in merged.items():
@@ -141,6 +145,8 @@ def test_a_peft_directory_is_a_start_under_every_layout(run: Path) -> None:
 
 
 def test_a_directory_of_peft_itself_is_a_start(run: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
     base = AutoModelForCausalLM.from_pretrained(run / "model")
     wanted = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "up_proj"])
     theirs = get_peft_model(base, wanted)

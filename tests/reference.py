@@ -152,10 +152,11 @@ def e4m3_blocks(weight_OI: Tensor, block: int = 128) -> Tensor:
             power = -100
             while value.abs().max() > 448 * 2.0**power:
                 power += 1
-            away = (value.abs()[..., None] / 2.0**power - codes).abs()
-            odd = torch.arange(len(codes)) % 2
-            nearest = torch.where(away == away.amin(-1, keepdim=True), 1 - 0.5 * odd, 0.0).argmax(
-                -1
-            )
+            size = value.abs() / 2.0**power
+            above = torch.searchsorted(codes, size)  # the first code that is not below
+            below = (above - 1).clamp(min=0)
+            to_above, to_below = codes[above] - size, size - codes[below]
+            down = (to_below < to_above) | ((to_below == to_above) & (below % 2 == 0))
+            nearest = torch.where(down, below, above)
             found[place] = value.sign() * codes[nearest] * 2.0**power
     return found

@@ -14,8 +14,9 @@ import pytest
 
 import megatron_stare
 from megatron_stare import generate, load_config, train
-from megatron_stare.config import Config, OptimizerConfig, UserError, dump
+from megatron_stare.config import Config, OptimizerConfig, PolicyConfig, UserError, dump
 from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.policy import topology
 from tests.paths import ROOT
 from tests.small_run import rows_of, small_config
 
@@ -210,17 +211,15 @@ def test_a_bad_value_from_python_is_a_user_error(
         make(Config())
 
 
-def test_two_calls_print_one_prefix_of_the_rank() -> None:
+def test_two_calls_print_one_prefix_of_the_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """torch adds `[rank0]: ` to the lines of a traceback whenever a process group is made."""
-    program = """
-from megatron_stare.config import PolicyConfig
-from megatron_stare.policy import topology
-for _ in range(2):
-    with topology.session(PolicyConfig(), 0):
-        pass
-raise RuntimeError("on purpose")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
-    assert "on purpose" in done.stderr and "[rank0]: [rank0]: " not in done.stderr
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for _ in range(2):
+        with topology.session(PolicyConfig(), 0):
+            pass
+    error = RuntimeError("on purpose")
+    sys.excepthook(RuntimeError, error, None)
+    said = capsys.readouterr().err
+    assert "on purpose" in said and "[rank0]: [rank0]: " not in said

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -308,21 +308,30 @@ MISTAKES = {
 }
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A new user's directory."""
-    config = small_config(tmp_path, "loss.settings={}")
-    dump(config, tmp_path / "tiny.yaml")
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory that each test gets a copy of."""
+    directory = tmp_path_factory.mktemp("template")
+    dump(small_config(directory, "loss.settings={}"), directory / "tiny.yaml")
     for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    shape = json.loads((tmp_path / "model/config.json").read_text())
-    shutil.copytree(tmp_path / "model", tmp_path / "other")
-    (tmp_path / "other/config.json").write_text(json.dumps(shape | {"model_type": "gemma3"}))
-    shutil.copytree(tmp_path / "model", tmp_path / "larger")
-    (tmp_path / "larger/config.json").write_text(json.dumps(shape | {"vocab_size": 512}))
-    shutil.copytree(tmp_path / "model", tmp_path / "mute")
-    for file in (tmp_path / "mute").glob("tokenizer*"):
+        (directory / name).write_text(text)
+    shape = json.loads((directory / "model/config.json").read_text())
+    shutil.copytree(directory / "model", directory / "other")
+    (directory / "other/config.json").write_text(json.dumps(shape | {"model_type": "gemma3"}))
+    shutil.copytree(directory / "model", directory / "larger")
+    (directory / "larger/config.json").write_text(json.dumps(shape | {"vocab_size": 512}))
+    shutil.copytree(directory / "model", directory / "mute")
+    for file in (directory / "mute").glob("tokenizer*"):
         file.unlink()
+    return directory
+
+
+@pytest.fixture
+def place(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A new user's directory."""
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(recipe.read_text().replace(str(template), str(tmp_path)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path

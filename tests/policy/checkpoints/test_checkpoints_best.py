@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from tests.policy.checkpoints.test_checkpoints import saved
 from tests.small_run import rows_of, small_config
@@ -27,12 +29,32 @@ def evaluated(directory: Path, *options: str) -> Config:
     )
 
 
+METRIC = "eval/held/avg_at_k"
+BEST = ("train.num_rollout=8", "run.seed=1", f"run.keep_best={METRIC}")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of model, problems and a finished run of BEST."""
+    directory = tmp_path_factory.mktemp("best")
+    config = evaluated(directory, *BEST)
+    assert Trainer(config, topologies.start(config.policy)).run(Interrupt())
+    topologies.stop()
+    return directory
+
+
+def copied(trained: Path, directory: Path, *options: str) -> Config:
+    """The finished run in another directory, with other options."""
+    run = directory / "run"
+    if not run.exists():
+        shutil.copytree(trained / "run", run)
+    return evaluated(trained, *options, f"run.dir={run}")
+
+
 def test_the_best_checkpoint_is_kept_and_taken_on_request(
-    tmp_path: Path, topology: Topology
+    trained: Path, tmp_path: Path, topology: Topology
 ) -> None:
-    metric, options = "eval/held/avg_at_k", ("run.keep_best=eval/held/avg_at_k",)
-    config = evaluated(tmp_path, "train.num_rollout=8", "run.seed=1", *options)
-    assert Trainer(config, topology).run(Interrupt())
+    metric, config = METRIC, copied(trained, tmp_path, *BEST)
     values = {row["step"]: row[metric] for row in rows_of(config) if metric in row}
     best = max(values, key=lambda step: (values[step], -step))
     assert len(values) == 4 and best < 8, f"choose a seed whose best step is not the last: {values}"
@@ -41,23 +63,22 @@ def test_the_best_checkpoint_is_kept_and_taken_on_request(
     assert pointer.read_text() == f"step_{best:08d} {values[best]!r} {metric}"
 
     # Another metric starts over, and no metric keeps the newest alone.
-    other = evaluated(
-        tmp_path, "train.num_rollout=10", "run.seed=1", "run.keep_best=eval/held/pass_at_k"
-    )
+    another = "run.keep_best=eval/held/pass_at_k"
+    other = copied(trained, tmp_path, "train.num_rollout=10", "run.seed=1", another)
     assert Trainer(other, topology).run(Interrupt())
     assert saved(other) == ["best", "latest", "step_00000010"]
     assert pointer.read_text().startswith("step_00000010 ")
-    plain = evaluated(tmp_path, "train.num_rollout=11", "run.seed=1")
+    plain = copied(trained, tmp_path, "train.num_rollout=11", "run.seed=1")
     assert Trainer(plain, topology).run(Interrupt())
     assert saved(plain) == ["best", "latest", "step_00000011"]
     with pytest.raises(UserError, match=r"--load best: none in .*checkpoints; set run\.keep_best"):
         Trainer(plain, topology, load="best").run(Interrupt())
 
 
-def test_a_run_continues_from_its_best_checkpoint(tmp_path: Path, topology: Topology) -> None:
-    options = ("run.keep_best=eval/held/avg_at_k", "run.seed=1")
-    config = evaluated(tmp_path, "train.num_rollout=8", *options)
-    assert Trainer(config, topology).run(Interrupt())
+def test_a_run_continues_from_its_best_checkpoint(
+    trained: Path, tmp_path: Path, topology: Topology
+) -> None:
+    config = copied(trained, tmp_path, *BEST)
     name = (Path(config.run.dir) / "checkpoints/best").read_text().split()[0]
     before = rows_of(config)
     trainer = Trainer(config, topology, load="best")

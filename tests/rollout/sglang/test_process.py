@@ -15,6 +15,7 @@ from megatron_stare.rollout.sglang import process
 from megatron_stare.rollout.sglang.process import (
     free_port,
     nccl_version,
+    own_nccl_version,
     server_command,
     server_python,
 )
@@ -70,12 +71,14 @@ def test_another_environments_python_is_named(
 def test_another_version_of_nccl_is_reported(tmp_path: Path) -> None:
     """NCCL refuses to join processes of two versions, which is known before it is tried."""
     ours = torch.cuda.nccl.version()
+    (tmp_path / "same").mkdir()
+    same = program(tmp_path / "same", " ".join(map(str, own_nccl_version())))
     other, silent = program(tmp_path, "2 0 1"), SGLangConfig(command="/bin/false")
     assert nccl_version([other]) == (2, 0, 1)
     written, own = (".".join(map(str, version)) for version in ((2, 0, 1), ours))
     said = other_nccl(SGLangConfig(command=f"{other} -m sglang.launch_server"))
     assert said == f"the trainer has NCCL {own}, the servers' Python has {written}"
-    assert other_nccl(SGLangConfig(command=f"{sys.executable} -m sglang.launch_server")) == ""
+    assert other_nccl(SGLangConfig(command=f"{same} -m sglang.launch_server")) == ""
     assert other_nccl(silent) == "", "what cannot be asked is tried"
     found = nccl_finding(ours, (2, 0, 1))
     assert found.level == "WARN" and "gloo" in found.found and "nvidia-nccl" in found.remedy

@@ -1,6 +1,7 @@
 """The slow imports of ranks and commands, done once by the process that they are forked from."""
 
 import contextlib
+import gc
 import importlib
 import os
 
@@ -33,3 +34,5 @@ for name in (
         importlib.import_module(name)
 if count is not None:
     torch._C._cuda_getDeviceCount = count
+gc.collect()
+gc.freeze()  # else a collection in each process would visit, and so copy, the memory of all imports

@@ -193,6 +193,7 @@ def test_a_stopped_run_repeats_an_uninterrupted_one(
 def test_no_round_is_in_flight_when_new_weights_arrive(tmp_path: Path, topology: Topology) -> None:
     """During an evaluation the next round starts, unless the next batch is complete."""
     held = (f"evaluation.eval_data.same={tmp_path}/problems.jsonl", "evaluation.eval_interval=1")
+    held += ("evaluation.n_samples_per_eval_prompt=1",)
     run = Trainer(small_config(tmp_path, *UEC, *held, "train.num_rollout=8"), topology)
     run.collector.config = override(run.config, ["rollout.engine=sglang"])  # type: ignore[attr-defined]
     load, evaluate, ended, begun = run.engine.load_weights, run.evaluator.evaluate, [], []

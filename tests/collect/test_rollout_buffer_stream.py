@@ -108,6 +108,7 @@ def test_with_servers_the_next_round_is_sampled_during_an_evaluation(
         f"rollout.asynchrony={asynchrony}",
         "run.save_interval=1",
         "evaluation.eval_interval=1",
+        "evaluation.n_samples_per_eval_prompt=1",
     )
     options += (
         "rollout.dynamic_sampling=false",

@@ -89,16 +89,18 @@ def test_a_run_continues_from_its_best_checkpoint(
 
 
 def test_the_value_of_a_checkpoint_that_was_set_aside_does_not_count(
-    tmp_path: Path, topology: Topology
+    trained: Path, tmp_path: Path, topology: Topology
 ) -> None:
-    options = ("run.keep_best=eval/held/avg_at_k", "run.seed=1", "run.keep_every=6")
-    config = evaluated(tmp_path, "train.num_rollout=8", *options)
-    assert Trainer(config, topology).run(Interrupt())
+    config = copied(trained, tmp_path, *BEST)
     pointer = Path(config.run.dir) / "checkpoints/best"
-    pointer.write_text("step_00000008 9.0 eval/held/avg_at_k")
-    assert Trainer(config, topology, load="step_00000006").run(Interrupt())
-    last = rows_of(config)[-1]["eval/held/avg_at_k"]
-    assert pointer.read_text() == f"step_00000008 {last!r} eval/held/avg_at_k"
+    earlier = pointer.read_text().split()[0]
+    pointer.write_text(f"step_00000008 9.0 {METRIC}")
+    assert Trainer(config, topology, load=earlier).run(Interrupt())
+    number = int(earlier.removeprefix("step_"))
+    values = {row["step"]: row[METRIC] for row in rows_of(config) if METRIC in row}
+    later = {step: value for step, value in values.items() if step > number}
+    best = max(later, key=lambda step: (later[step], -step))
+    assert pointer.read_text() == f"step_{best:08d} {later[best]!r} {METRIC}"
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ from megatron_stare.policy.huggingface.fp8_weights import EncodedWeights, block_
 from megatron_stare.policy.topology import session
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.sync.delta.encoding import digest, words_of
-from megatron_stare.sync.transport import in_buckets
-from megatron_stare.sync.weight_sync import WeightSync
+from megatron_stare.sync.served_engine import make_sync
+from megatron_stare.sync.weight_sync import WeightSync, in_buckets
 from tests.rollout.sglang.fake_server import fake_servers
 from tests.rollout.sglang.world import served
 from tests.small_run import small_config
@@ -161,7 +161,7 @@ def ways(checkpoint: Path, directory: Path, mbit: float, bucket_mib: int) -> Ite
             pool = SGLangPool(settings, served(checkpoint), directory)
             stack.enter_context(contextlib.closing(pool))
             pool.start().result()
-            sync = WeightSync(pool, settings, str(checkpoint), directory)
+            sync = make_sync(pool, settings, str(checkpoint), directory)
             found.append(Way(sync, place, matrices if in_fp8 else frozenset()))
         yield found
 

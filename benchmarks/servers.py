@@ -52,8 +52,8 @@ from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import server_command
 from megatron_stare.rollout.sglang.weights import buckets, cpu_hash
-from megatron_stare.sync.transport import flattened
-from megatron_stare.sync.weight_sync import WeightSync
+from megatron_stare.sync.served_engine import make_sync
+from megatron_stare.sync.weight_sync import flattened
 from tests.rollout.sglang.idle import sample_all, send_weights
 from tests.rollout.sglang.world import VOCABULARY, make_model, served, sync
 
@@ -230,7 +230,7 @@ def measure_sync(
         flattened(bucket)
         for bucket, _ in buckets(weights.items(), pool.settings.sync_bucket_mib << 20)
     ]
-    sender = WeightSync(pool, pool.settings, str(checkpoint), directory / "weights")
+    sender = make_sync(pool, pool.settings, str(checkpoint), directory / "weights")
     seconds: dict[str, list[float]] = {side: [] for side in SYNC_SIDES}
     version = pool.version
     with contextlib.closing(RawGroup(len(pool.servers), parts)) as raw:

@@ -29,7 +29,7 @@ from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import own_nccl_version, servers_nccl
 from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import results
-from megatron_stare.sync.transport import (
+from megatron_stare.sync.weight_sync import (
     NamedTensors,
     Transport,
     WeightBucket,

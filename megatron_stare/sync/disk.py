@@ -19,7 +19,7 @@ from megatron_stare.policy.huggingface.files import copy_companions
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import results
-from megatron_stare.sync.transport import Transport, WeightBucket
+from megatron_stare.sync.weight_sync import Transport, WeightBucket
 from megatron_stare.system import digest
 
 # Below sglang.sync_directory: a directory of a run's own, and the file that says so.

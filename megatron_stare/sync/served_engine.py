@@ -22,7 +22,7 @@ import numpy
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.config import Config, EngineError, UserError
+from megatron_stare.config import Config, EngineError, SGLangConfig, UserError
 from megatron_stare.policy.adapters.attach import AdaptedWeights
 from megatron_stare.policy.adapters.peft_files import peft_config
 from megatron_stare.policy.build import read_hf_config
@@ -50,9 +50,11 @@ from megatron_stare.sync.announcement import (
     Announcer,
     WorkerClients,
 )
-from megatron_stare.sync.tensors import givers_of, with_handles
-from megatron_stare.sync.transport import WeightBucket, in_buckets
-from megatron_stare.sync.weight_sync import WeightSync
+from megatron_stare.sync.broadcast import BroadcastTransport
+from megatron_stare.sync.delta.transport import RelayTransport
+from megatron_stare.sync.disk import DiskTransport
+from megatron_stare.sync.tensors import TensorTransport, by_value, givers_of, with_handles
+from megatron_stare.sync.weight_sync import Transport, WeightBucket, WeightSync, in_buckets
 
 HEARTBEAT_SECONDS = 10.0
 POLL_SECONDS = 0.02
@@ -98,7 +100,7 @@ class ServedEngine:
         write_start(model)
         kept = config.rollout.cache_over_versions == "kept"
         self.pool = SGLangPool(config.sglang, model, directory / "servers", keeps_cache=kept)
-        self._sync = WeightSync(self.pool, config.sglang, model.directory, directory / "weights")
+        self._sync = make_sync(self.pool, config.sglang, model.directory, directory / "weights")
         self._started = self.pool.start()
         self._announcer = Announcer(self.pool, workers) if workers else None
 
@@ -290,7 +292,7 @@ class ServedEngine:
         failure = None
         if self.pool is not None and servers is not None:
             try:
-                self._sync.send_adapters(tensors, servers)
+                self._sync.send_adapters(tensors, by_value(tensors), servers)
                 self._announce()
             except Exception as error:
                 failure = error
@@ -353,6 +355,19 @@ class _Gathered(Iterator[WeightBucket]):
         except Exception:
             self.failed = True
             raise
+
+
+def make_sync(pool: SGLangPool, settings: SGLangConfig, model: str, directory: Path) -> WeightSync:
+    """The sync to the pool's servers over the transport of the settings. `model`: the directory
+    that they start from; `directory`: for weights that go by way of a disk.
+    """
+    transports: dict[str, Callable[[], Transport]] = {
+        "broadcast": lambda: BroadcastTransport(pool, settings),
+        "tensor": lambda: TensorTransport(pool, settings),
+        "disk": lambda: DiskTransport(pool, settings, model, directory),
+        "delta": lambda: RelayTransport(pool, settings, model),
+    }
+    return WeightSync(pool, settings, transports[settings.transport]())
 
 
 def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:

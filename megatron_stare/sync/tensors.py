@@ -31,13 +31,7 @@ from megatron_stare.policy.topology import Node, Topology, this_node
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import buckets, results
-from megatron_stare.sync.transport import (
-    NamedTensors,
-    Transport,
-    WeightBucket,
-    flattened,
-    table_of,
-)
+from megatron_stare.sync.weight_sync import NamedTensors, Transport, WeightBucket, flattened
 
 # The index of the device's number among the arguments that rebuild a tensor from a CUDA handle.
 _DEVICE_ARGUMENT = 6
@@ -66,7 +60,7 @@ class TensorTransport(Transport):
         path, timeout = "/update_weights_from_tensor", self.settings.sync_timeout
         contents = bucket.contents
         if not contents:
-            value = encoded(pickled(flattened(bucket.tensors), table_of(bucket.tensors)))
+            value = by_value(bucket.tensors)
             contents = [[value] * server.layout.tensor_size for server in servers]
         answers = []
         for server, of_ranks in zip(servers, contents, strict=True):
@@ -79,6 +73,32 @@ class TensorTransport(Transport):
             }
             answers.append(self.pool.run(server.client.update_weights(path, body, timeout)))
         results(answers, timeout)
+
+
+def table_of(tensors: NamedTensors) -> list[SimpleNamespace]:
+    """The position of each tensor in the flattened bucket, as SGLang reads it: name, shape, dtype;
+    start_idx, end_idx, numel in bytes.
+    """
+    table, start = [], 0
+    for name, tensor in tensors:
+        end = start + tensor.nbytes
+        table.append(
+            SimpleNamespace(
+                name=name,
+                shape=list(tensor.shape),
+                dtype=tensor.dtype,
+                start_idx=start,
+                end_idx=end,
+                numel=tensor.nbytes,
+            )
+        )
+        start = end
+    return table
+
+
+def by_value(tensors: NamedTensors) -> str:
+    """The tensors as one string of a JSON request."""
+    return encoded(pickled(flattened(tensors), table_of(tensors)))
 
 
 def pickled(flat: Tensor, table: list[SimpleNamespace]) -> bytes:

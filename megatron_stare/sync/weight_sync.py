@@ -13,12 +13,15 @@ Every transport has one order: start the update, send every bucket, finish, comp
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
+import torch
 from torch import Tensor
 
 from megatron_stare.config import SGLangConfig
@@ -29,26 +32,138 @@ from megatron_stare.rollout.sglang.weights import (
     Expected,
     ServerLayout,
     WeightMismatch,
+    buckets,
     bytes_of,
     delta_sections,
     fused_parts,
     precise_weights,
     results,
 )
-from megatron_stare.sync.broadcast import BroadcastTransport
-from megatron_stare.sync.changes import ChangeSampler
-from megatron_stare.sync.delta.transport import RelayTransport
-from megatron_stare.sync.disk import DiskTransport
-from megatron_stare.sync.tensors import TensorTransport, encoded, pickled
-from megatron_stare.sync.transport import (
-    NamedTensors,
-    Transport,
-    WeightBucket,
-    clear_frames,
-    flattened,
-    table_of,
-)
+from megatron_stare.sync.delta.encoding import Words, words_of
 from megatron_stare.system import digest
+
+NamedTensors = list[tuple[str, Tensor]]
+# Of tensors with more elements than ALL_UP_TO every 61st is compared: 61 is prime, so that the rows
+# of a matrix are compared in different columns. This keeps a copy of 2 % of the weights.
+ALL_UP_TO, STEP = 1 << 16, 61
+
+
+class WeightBucket(NamedTuple):
+    """Some of the weights. `contents`: for each server, one string for each of its tensor-parallel
+    ranks, sent in place of the tensors; empty if the trainer's ranks share no memory with servers.
+    """
+
+    tensors: NamedTensors
+    last: bool = False
+    contents: Sequence[Sequence[str]] = ()
+
+
+class Transport:
+    """One way of sending buckets to servers.
+
+    `session`: the servers must know where an update begins and ends. `counts_changes`: the
+    transport itself measures the fraction of the weights that changed.
+    """
+
+    session = True
+    counts_changes = False
+
+    def send(self, bucket: WeightBucket, servers: Sequence[Server], tag: str | None) -> None:
+        """Deliver one bucket to all the servers. `tag`, the name of the weights, comes with the
+        last bucket.
+        """
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Return when the servers have loaded all buckets; raises their failure. Nothing to do if
+        `send` waits.
+        """
+
+    def abandon(self, error: Exception) -> None:
+        """The stream of weights ended with this error, or arrived wrong. Another stream follows."""
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last sync."""
+        return {}
+
+
+def clear_frames(error: BaseException) -> None:
+    """Drop the local variables of the ended functions in an error's traceback, and in those of its
+    causes: a caller that keeps the error must not keep a bucket with it.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
+
+
+def in_buckets(weights: Iterable[tuple[str, Tensor]], size_bytes: int) -> Iterator[WeightBucket]:
+    """The weights in buckets of up to `size_bytes`. Keeps no bucket."""
+    return itertools.starmap(WeightBucket, buckets(weights, size_bytes))
+
+
+def flattened(tensors: NamedTensors, room: Tensor | None = None) -> Tensor:
+    """The tensors' bytes, concatenated [uint8]: on their own device, or at the start of `room`."""
+    parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in tensors]
+    if room is None:
+        return torch.cat(parts)
+    room = room[: sum(part.numel() for part in parts)]
+    for place, part in zip(room.split([part.numel() for part in parts]), parts, strict=True):
+        place.copy_(part)
+    return room
+
+
+class ChangedFraction:
+    """The fraction of the weights that differ from one version to the next, in the precision that
+    servers get; None before the second version. At a learning rate of 1e-6 most steps are smaller
+    than half the distance between two neighbours in bf16.
+
+    A version may be sent several times, and not always to its end: changes add up until one stream
+    is whole.
+    """
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._tag = ""
+
+    def end(self, tag: str, changed: float, elements: float) -> None:
+        """A stream of the weights `tag` is whole: `changed` of its elements differ from the last
+        whole stream.
+        """
+        if self._tag and tag != self._tag and elements:
+            self.value = changed / elements
+        self._tag = tag
+
+    def metrics(self) -> dict[str, float]:
+        """changed_fraction, if there is one."""
+        return {} if self.value is None else {"changed_fraction": self.value}
+
+
+class ChangeSampler:
+    """Estimates the fraction from a sample of the elements: all of a small tensor."""
+
+    def __init__(self) -> None:
+        self.fraction = ChangedFraction()
+        self._samples: dict[str, Words] = {}
+        self._elements: dict[str, int] = {}
+        self._changed = 0.0
+
+    def note(self, tensors: NamedTensors) -> None:
+        """Compare the tensors with their last values, if there are any."""
+        for name, tensor in tensors:
+            count = tensor.numel()
+            sample = words_of(tensor.detach().reshape(-1)[:: STEP if count > ALL_UP_TO else 1])
+            before = self._samples.get(name)
+            self._elements[name] = count
+            if before is not None:
+                share = float(numpy.count_nonzero(sample != before)) / len(sample)
+                self._changed += share * count
+            self._samples[name] = sample.copy()
+
+    def end(self, tag: str) -> None:
+        """All tensors of the weights `tag` were noted."""
+        self.fraction.end(tag, self._changed, sum(self._elements.values()))
+        self._changed = 0.0
 
 
 class SyncSeconds(dict[str, float]):
@@ -84,19 +199,10 @@ class WeightSync:
     Runs on rank 0.
     """
 
-    def __init__(
-        self, pool: SGLangPool, settings: SGLangConfig, model: str, directory: Path
-    ) -> None:
-        self.pool, self.settings = pool, settings
-        transports: dict[str, Callable[[], Transport]] = {
-            "broadcast": lambda: BroadcastTransport(pool, settings),
-            "tensor": lambda: TensorTransport(pool, settings),
-            "disk": lambda: DiskTransport(pool, settings, model, directory),
-            "delta": lambda: RelayTransport(pool, settings, model),
-        }
-        self.transport = transports[settings.transport]()
+    def __init__(self, pool: SGLangPool, settings: SGLangConfig, transport: Transport) -> None:
+        self.pool, self.settings, self.transport = pool, settings, transport
         self._seconds: dict[str, float] = {}
-        samples = not self.transport.counts_changes and not pool.model.adapters
+        samples = not transport.counts_changes and not pool.model.adapters
         self._changes = ChangeSampler() if samples else None
         self._base_seconds = SyncSeconds()  # of a base that waits for its adapters
 
@@ -135,9 +241,10 @@ class WeightSync:
         else:
             self._ended(parts, servers)
 
-    def send_adapters(self, tensors: NamedTensors, servers: Sequence[Server]) -> None:
+    def send_adapters(self, tensors: NamedTensors, value: str, servers: Sequence[Server]) -> None:
         """Replace the adapters of these servers, which hold the base, under the tag that the pool
-        expects. EngineError or ServerFault: a server failed.
+        expects. `value`: the tensors as a server reads them. EngineError or ServerFault: a server
+        failed.
         """
         parts, settings = self._base_seconds, self.settings
         self._base_seconds = SyncSeconds()
@@ -145,7 +252,6 @@ class WeightSync:
         if settings.verify_weights:  # a server that got others ends
             sums = {name: parts("hash", digest, bytes_of(each)) for name, each in tensors}
             content["expected_checksums"] = sums
-        value = encoded(pickled(flattened(tensors), table_of(tensors)))
 
         def load(server: Server) -> Coroutine[Any, Any, None]:
             of_ranks = [value] * server.layout.tensor_size

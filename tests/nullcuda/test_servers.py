@@ -18,8 +18,8 @@ from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
 from megatron_stare.rollout.sglang.pool import SGLangPool
-from megatron_stare.sync.transport import in_buckets
-from megatron_stare.sync.weight_sync import WeightSync
+from megatron_stare.sync.served_engine import make_sync
+from megatron_stare.sync.weight_sync import in_buckets
 from tests.docs.metric_keys import unexplained
 from tests.rollout.sglang.fake_server import fake_servers
 from tests.rollout.sglang.idle import tiny_model
@@ -73,7 +73,7 @@ def test_buckets_arrive_while_the_next_are_made(tmp_path: Path) -> None:
         with contextlib.closing(SGLangPool(settings, model, tmp_path / "logs")) as pool:
             pool.start().result()
             pool.expect(1)
-            sync = WeightSync(pool, settings, "", tmp_path / "weights")
+            sync = make_sync(pool, settings, "", tmp_path / "weights")
             on_device = ((name, value.cuda()) for name, value in weights.items())
             sync.send(in_buckets(on_device, 1 << 20), pool.servers)
             assert sync.transport.group is not None  # type: ignore[attr-defined]

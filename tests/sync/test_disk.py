@@ -13,7 +13,7 @@ from megatron_stare.config import UserError
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model
 from megatron_stare.sync.disk import OWN_MARKER, DiskTransport
-from megatron_stare.sync.transport import WeightBucket
+from megatron_stare.sync.weight_sync import WeightBucket
 from tests.rollout.sglang.idle import idle_pool, tiny_model
 
 BUCKET = [("a", torch.ones(2))]

@@ -19,7 +19,7 @@ from megatron_stare.sync.tensors import (
     givers,
     with_handles,
 )
-from megatron_stare.sync.transport import in_buckets
+from megatron_stare.sync.weight_sync import in_buckets
 from tests.distributed import run_distributed
 
 A, B = ("a", "0"), ("b", "1")

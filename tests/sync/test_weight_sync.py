@@ -22,8 +22,8 @@ from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import own_nccl_version
 from megatron_stare.sync import broadcast
 from megatron_stare.sync.broadcast import BroadcastTransport, InflightBucket, UpdateGroup
-from megatron_stare.sync.transport import WeightBucket
-from megatron_stare.sync.weight_sync import WeightSync
+from megatron_stare.sync.served_engine import make_sync
+from megatron_stare.sync.weight_sync import WeightBucket
 from tests.rollout.sglang.idle import idle_pool, send_weights, tiny_model
 
 LENGTH = 1 << 18  # of a tensor that fills a bucket: 1 MiB
@@ -100,7 +100,7 @@ def test_a_bucket_is_sent_while_the_next_is_gathered_and_none_is_kept(tmp_path: 
 
     model = tiny_model(tmp_path / "model")
     with idle_pool(model, tmp_path / "logs", **SMALL, sync_timeout=1.0) as pool:
-        sync = WeightSync(pool, pool.settings, "", tmp_path / "weights")
+        sync = make_sync(pool, pool.settings, "", tmp_path / "weights")
         transport = sync.transport
         assert isinstance(transport, BroadcastTransport)
         transport.group = group  # type: ignore[assignment]
@@ -118,7 +118,7 @@ def test_weights_that_end_early_leave_no_bucket_to_the_next_ones(tmp_path: Path)
         raise RuntimeError("a rank died")
 
     with idle_pool(tiny_model(tmp_path / "model"), tmp_path / "logs", **SMALL) as pool:
-        sync = WeightSync(pool, pool.settings, "", tmp_path / "weights")
+        sync = make_sync(pool, pool.settings, "", tmp_path / "weights")
         group = sync.transport.group = Group()  # type: ignore[attr-defined]
         with pytest.raises(RuntimeError, match="a rank died"):
             send_weights(sync, gathered(), [])
@@ -131,7 +131,7 @@ def test_a_server_that_dies_in_mid_broadcast_leaves_neither_its_bucket_nor_the_g
 ) -> None:
     """Both are free without the cyclic collector, while the error is kept; the group is aborted."""
     with idle_pool(tiny_model(tmp_path / "model"), tmp_path / "logs", **SMALL) as pool:
-        sync = WeightSync(pool, pool.settings, "", tmp_path / "weights")
+        sync = make_sync(pool, pool.settings, "", tmp_path / "weights")
         transport, members, bucket = sync.transport, Stuck(), torch.ones(LENGTH)
         assert isinstance(transport, BroadcastTransport)
         group = transport.group = update_group(pool, members)

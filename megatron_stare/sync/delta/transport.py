@@ -20,13 +20,12 @@ from megatron_stare.rollout.sglang.access import api_key
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import WeightMismatch, results
-from megatron_stare.sync.changes import ChangedFraction
 from megatron_stare.sync.delta.kept import KeptWeights
 from megatron_stare.sync.delta.link import Mode, RelayFault, RelayLink
 from megatron_stare.sync.delta.message import Table, packed
 from megatron_stare.sync.delta.relay import EXTRA_FILES
 from megatron_stare.sync.disk import update_from
-from megatron_stare.sync.transport import Transport, WeightBucket
+from megatron_stare.sync.weight_sync import ChangedFraction, Transport, WeightBucket
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from megatron_stare.rollout.engine import Request, SamplingParams, State
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model, Server, read_config
 from megatron_stare.rollout.stops import stop_ids
-from megatron_stare.sync.transport import in_buckets
-from megatron_stare.sync.weight_sync import WeightSync
+from megatron_stare.sync.weight_sync import WeightSync, in_buckets
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE
 from megatron_stare.rollout.sglang.pool import SGLangPool
-from megatron_stare.sync.weight_sync import WeightSync
+from megatron_stare.sync.served_engine import make_sync
 from tests.rollout.sglang.idle import sample_all, send_weights
 from tests.rollout.sglang.world import (
     CHECKSUMS,
@@ -41,7 +41,7 @@ def test_a_server_with_a_key_answers_only_clients_with_the_key(
     with contextlib.closing(SGLangPool(settings, served(checkpoint), tmp_path)) as pool:
         pool.start().result(timeout=600)
         pool.expect(3)
-        sender = WeightSync(pool, settings, str(checkpoint), tmp_path / "weights")
+        sender = make_sync(pool, settings, str(checkpoint), tmp_path / "weights")
         send_weights(sender, load_file(checkpoint / "model.safetensors").items(), pool.servers)
         asked = requests(6)
         assert_sampled_from(checkpoint, asked, sample_all(pool, asked, PLAIN).result(timeout=120))

@@ -4,6 +4,7 @@ and what it never sees.
 
 from __future__ import annotations
 
+import base64
 import concurrent.futures
 import contextlib
 import time
@@ -21,9 +22,8 @@ from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import Expected, WeightMismatch, buckets
-from megatron_stare.sync.tensors import pickled
-from megatron_stare.sync.transport import WeightBucket, flattened, table_of
-from megatron_stare.sync.weight_sync import WeightSync
+from megatron_stare.sync.tensors import by_value
+from megatron_stare.sync.weight_sync import WeightBucket, WeightSync
 from tests.rollout.sglang.idle import sample_all, send_weights
 from tests.rollout.sglang.proxy import Proxy
 from tests.rollout.sglang.world import (
@@ -152,7 +152,7 @@ def test_wrong_weights_are_sent_once_more(
 def test_a_pickle_names_torchs_own_loader():
     """Importing Megatron-Core replaces it, and servers refuse the replacement."""
     bucket = [("a", torch.ones(3)), ("b", torch.zeros(2, 2))]
-    content = pickled(flattened(bucket), table_of(bucket))
+    content = base64.b64decode(by_value(bucket))
     assert content.count(b"ctorch.storage\n_load_from_bytes\n") == 1 and b"megatron" not in content
 
 

@@ -29,6 +29,7 @@ from megatron_stare.rollout.engine import Request
 from megatron_stare.rollout.sglang.server import check_modes
 from megatron_stare.sync import weight_sync
 from megatron_stare.sync.served_engine import ServedEngine
+from megatron_stare.sync.tensors import by_value
 from tests.rollout.sglang.world import (
     CHECKSUMS,
     PLAIN,
@@ -181,7 +182,7 @@ def test_adapters_that_arrive_wrong_are_refused(served: Served) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_sync, "digest", lambda content: next(sums))
         with pytest.raises(EngineError):
-            sync.send_adapters(wrong, pool.servers)
+            sync.send_adapters(wrong, by_value(wrong), pool.servers)
     served.step()
     served.sample(requests(2, seed=70))
 

@@ -27,7 +27,7 @@ from megatron_stare.policy.huggingface.fp8_weights import EncodedWeights, block_
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
 from megatron_stare.rollout.sglang.server import check_model
-from megatron_stare.sync.served_engine import ServedEngine
+from megatron_stare.sync.served_engine import ServedEngine, make_sync
 from megatron_stare.sync.weight_sync import WeightSync
 from tests.reference import e4m3_blocks
 from tests.rollout.sglang.idle import sample_all, send_weights
@@ -78,7 +78,7 @@ def sending(engine: ServedEngine, tmp_path: Path) -> Any:
 
     def of(method: str, **settings: Any) -> WeightSync:
         changed = dataclasses.replace(pool.settings, sync_method=method, **settings)
-        return WeightSync(pool, changed, pool.model.directory, tmp_path / "weights")
+        return make_sync(pool, changed, pool.model.directory, tmp_path / "weights")
 
     return of
 

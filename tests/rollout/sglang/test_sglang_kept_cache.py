@@ -18,7 +18,7 @@ from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import Request, State
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
-from megatron_stare.sync.weight_sync import WeightSync
+from megatron_stare.sync.served_engine import make_sync
 from tests.collect.test_rollout_buffer_stream import assert_none_is_doubled, trained_groups
 from tests.rollout.sglang.idle import idle_pool, sample_all, send_weights, tiny_model
 from tests.rollout.sglang.test_sglang_asynchrony import SLOW_ROLLOUTS, run_of
@@ -124,7 +124,7 @@ def test_requests_never_see_half_of_an_update(
     with attached([server.url], checkpoint, tmp_path, keeps_cache=True) as pool:
         future = sampling(pool, asked)
         pool.expect(1)
-        sender = WeightSync(pool, pool.settings, str(checkpoint), tmp_path / "weights")
+        sender = make_sync(pool, pool.settings, str(checkpoint), tmp_path / "weights")
         with monkeypatch.context() as patch:
             patch.setattr(sender.transport, "wait", fail)
             with pytest.raises(EngineError, match="network is down"):

@@ -22,8 +22,7 @@ from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess, server_command
 from megatron_stare.rollout.sglang.server import Model, read_config
 from megatron_stare.rollout.stops import stop_ids
-from megatron_stare.sync.served_engine import ServedEngine
-from megatron_stare.sync.weight_sync import WeightSync
+from megatron_stare.sync.served_engine import ServedEngine, make_sync
 from tests.conftest import SGLANG_PYTHON
 from tests.rollout.sglang.idle import send_weights
 from tests.tiny_models import byte_tokenizer, save_tokenizer, tiny_config, write_checkpoint
@@ -130,7 +129,7 @@ def attached(
 def sync(pool: SGLangPool, checkpoint: Path, version: int, directory: Path) -> None:
     """Send a checkpoint's weights to every server of the pool."""
     pool.expect(version)
-    sender = WeightSync(pool, pool.settings, str(checkpoint), directory / "weights")
+    sender = make_sync(pool, pool.settings, str(checkpoint), directory / "weights")
     send_weights(sender, load_file(checkpoint / "model.safetensors").items(), pool.servers)
 
 

@@ -22,7 +22,7 @@ from megatron_stare.rollout.sglang.weights import WeightMismatch
 from megatron_stare.sync.delta import transport
 from megatron_stare.sync.delta.link import Rates
 from megatron_stare.sync.delta.transport import RelayTransport
-from megatron_stare.sync.weight_sync import WeightSync
+from megatron_stare.sync.served_engine import make_sync
 from tests.rollout.sglang.fake_server import fake_servers
 from tests.rollout.sglang.idle import send_weights, tiny_model
 from tests.rollout.sglang.proxy import Proxy
@@ -49,7 +49,7 @@ class World:
     def __init__(self, pool: SGLangPool, directory: Path) -> None:
         self.pool = pool
         checkpoint = pool.model.hf_checkpoint
-        self.sync = WeightSync(pool, pool.settings, checkpoint, directory)
+        self.sync = make_sync(pool, pool.settings, checkpoint, directory)
         self.relays: RelayTransport = self.sync.transport  # type: ignore[assignment]
         generator = torch.Generator().manual_seed(0)
         shapes = {"embed": (600, 1000), "layer.weight": (200, 512), "layer.norm": (512,)}

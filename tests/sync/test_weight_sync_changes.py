@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_stare.sync.changes import ALL_UP_TO, ChangedFraction, ChangeSampler
+from megatron_stare.sync.weight_sync import ALL_UP_TO, ChangedFraction, ChangeSampler
 
 
 def test_a_version_that_passes_twice_counts_once() -> None:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._fake_rollouts import SAMPLES
 from benchmarks._measuring import PeakMemory
-from megatron_stare.collect.group_exchange import all_gather_groups
+from megatron_stare.collect.rounds import all_gather_groups
 from megatron_stare.config import PolicyConfig
 from megatron_stare.policy import packing
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch

@@ -21,7 +21,7 @@ from typing import Any
 import numpy
 
 from megatron_stare.collect.dispatcher import PromptDispatcher
-from megatron_stare.collect.rollout_worker import RolloutWorkers
+from megatron_stare.collect.rounds import RolloutWorkers
 from megatron_stare.config import Config, override
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.memory import cache_bytes_per_token

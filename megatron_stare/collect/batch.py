@@ -10,12 +10,10 @@ from megatron_stare.collect.resampling import is_wanted
 from megatron_stare.config import Config, NoSignalError, RolloutConfig, TaskSolved
 from megatron_stare.records import Group
 from megatron_stare.scoring.advantages import (
-    PromptHistory,
     has_gradient,
     has_signal,
     is_kept,
     rewards_differ,
-    with_advantages,
 )
 from megatron_stare.scoring.judge import judgement_metrics
 
@@ -31,19 +29,6 @@ class Collected:
     groups: tuple[Group, ...]
     signal: bool  # false where no token has an advantage
     metrics: dict[str, float]  # of all groups that were sampled for it
-
-
-def collected_of(
-    chosen: Sequence[Group],
-    sampled: Sequence[Group],
-    counts: dict[str, int],
-    config: Config,
-    history: PromptHistory,
-) -> Collected:
-    """A batch of the chosen groups, with advantages, and the metrics of all sampled groups."""
-    groups = with_advantages(chosen, config.scoring, history)
-    metrics = metrics_of(chosen, sampled, counts, config)
-    return Collected(groups, carries_signal(groups, config), metrics)
 
 
 def carries_signal(groups: Iterable[Group], config: Config) -> bool:

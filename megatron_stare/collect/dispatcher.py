@@ -18,23 +18,15 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
 
-import torch
-
-from megatron_stare.collect.group_exchange import concatenated
+from megatron_stare.collect.journal import PartialRollouts
 from megatron_stare.collect.resampling import is_wanted
-from megatron_stare.collect.rollout_worker import (
-    PartialState,
-    RolloutWorkers,
-    as_engine_error,
-    running_future,
-)
+from megatron_stare.collect.rollout_worker import as_engine_error, running_future
+from megatron_stare.collect.rounds import RolloutWorkers
 from megatron_stare.config import Config, EngineError
 from megatron_stare.data.prompts import PromptStream
-from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt
 
 
@@ -49,7 +41,7 @@ class PromptDispatcher:
     def __init__(self, config: Config, stream: PromptStream, workers: RolloutWorkers) -> None:
         self.config, self.stream = config, stream
         self.workers = workers.own
-        self._partial: Mapping[int, PartialState] = {}  # of earlier attempts, by prompt index
+        self._partial: PartialRollouts = {}  # of earlier attempts
         self.step, self.limit, self.kept = 0, 0, 0
         self.gathers = config.rollout.long_tail == "gather"
         self.is_long_round = False
@@ -122,14 +114,9 @@ class PromptDispatcher:
         with self._lock:
             return self.stream.position, sorted({*self._begun, *self._unstarted}), [*self._ready]
 
-    def load_state(
-        self,
-        position: int,
-        open_: Sequence[int],
-        partial: Mapping[int, PartialState],
-    ) -> None:
+    def load_state(self, position: int, open_: Sequence[int], partial: PartialRollouts) -> None:
         """Restore a state before the first `set_step`: the stream's position, and the prompts to
-        start first, with their partial states.
+        start first, with their partial rollouts.
         """
         self.stream.position = position
         self._unstarted, self._partial = list(open_), partial
@@ -220,36 +207,3 @@ class PromptDispatcher:
                     self._ready.append(group)
             self._fill()
             self._look()
-
-
-def open_state(
-    known: Mapping[int, PartialState], open_: Sequence[int], topology: Topology
-) -> dict[str, Any]:
-    """The open prompts: how many bytes of finished rollouts and of parts there are of each, and
-    these bytes, in the prompts' order. Collective.
-    """
-    sizes = {index: tuple(map(len, parts)) for index, parts in known.items()}
-    everyone = topology.gather(sizes)
-    listed = [(index, *size) for each in everyone for index, size in each.items()]
-    unknown = set(open_) - {index for index, *_ in listed}
-    listed += [(index, 0, 0) for index in sorted(unknown)]
-    parts = [part for both in known.values() for part in both]
-    joined = torch.cat([torch.zeros(0, dtype=torch.uint8), *parts])
-    return {
-        "open": [
-            dict(zip(("index", *PartialState._fields), entry, strict=True)) for entry in listed
-        ],
-        "known": concatenated(joined, topology),
-    }
-
-
-def open_of(state: Mapping[str, Any]) -> dict[int, PartialState | None]:
-    """The partial state of every open prompt, by its index and in the order of these."""
-    found, at = dict[int, PartialState | None](), 0
-    for entry in state["open"]:
-        sizes = [entry[name] for name in PartialState._fields]
-        ends = (at + sizes[0], at + sum(sizes))
-        parts = [state["known"][at : ends[0]], state["known"][ends[0] : ends[1]]]
-        at = ends[1]
-        found[entry["index"]] = PartialState(*parts) if sum(sizes) else None
-    return {index: found[index] for index in sorted(found)}

@@ -47,6 +47,9 @@ from megatron_stare.system import atomic_write, sync_directory
 log = logging.getLogger(__name__)
 
 Key = tuple[int, int]  # the prompt's index, the rollout's number
+# Of prompts that are not judged, by index and number: the finished rollouts, and the unfinished
+# ones that can be continued (status "aborted").
+PartialRollouts = Mapping[int, Mapping[int, Rollout]]
 ATTEMPTS_NAME = "attempts.json"
 MOST_UNWRITTEN = 64 << 20  # bytes
 _Entry = tuple[str, Key, Rollout]  # with the attempt that wrote it
@@ -121,7 +124,7 @@ def groups_in(content: Tensor) -> list[Group]:
     ValueError: a frame is damaged.
     """
     found: list[tuple[int, Prompt, list[Rollout]]] = []
-    for _, record, extra in whole_frames(content):
+    for _, record, extra in whole_frames(content.numpy().tobytes()):
         if isinstance(record, Prompt):
             found.append((extra.get("place", len(found)), record, []))
         else:
@@ -130,14 +133,26 @@ def groups_in(content: Tensor) -> list[Group]:
     return [Group(prompt, tuple(rollouts)) for _, prompt, rollouts in found]
 
 
-def numbered_frames(rollouts: Mapping[int, Rollout]) -> Tensor:
-    """Rollouts of one prompt, by number, as one flat uint8 tensor."""
-    return as_tensor(frame(rollout, number=number) for number, rollout in rollouts.items())
+def partial_frames(partial: PartialRollouts) -> Iterator[bytes]:
+    """A frame for each of these rollouts, with its key."""
+    for index, rollouts in partial.items():
+        for number, rollout in rollouts.items():
+            yield frame(rollout, key=(index, number))
 
 
-def whole_frames(content: Tensor) -> Iterator[Frame]:
-    """The frames of a tensor of bytes. ValueError: one is damaged."""
-    for found in read_frames(content.numpy().tobytes()):
+def partial_in(content: bytes | mmap) -> PartialRollouts:
+    """The rollouts of `partial_frames`. ValueError: a frame is damaged."""
+    found: dict[int, dict[int, Rollout]] = {}
+    for _, rollout, extra in whole_frames(content):
+        index, number = extra["key"]
+        assert isinstance(rollout, Rollout), "prompts have no key"
+        found.setdefault(index, {})[number] = rollout
+    return found
+
+
+def whole_frames(content: bytes | mmap) -> Iterator[Frame]:
+    """The frames of these bytes. ValueError: one is damaged."""
+    for found in read_frames(content):
         if isinstance(found, InvalidBytes):
             raise ValueError(f"a frame at byte {found.start} is damaged: {found.reason}")
         yield found

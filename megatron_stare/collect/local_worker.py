@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,16 +15,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
-from megatron_stare.collect.journal import Journal, numbered_frames, whole_frames
+from megatron_stare.collect.journal import Journal, PartialRollouts
 from megatron_stare.collect.rollout_worker import (
     TRAINING,
-    PartialState,
-    QueueThread,
     Resampling,
     as_engine_error,
-    greedily,
     resolve,
     running_future,
     sampling_digest,
@@ -87,7 +83,7 @@ class LocalWorker:
     def start(
         self,
         prompts: Sequence[Prompt],
-        partial: Mapping[int, PartialState] | None = None,
+        partial: PartialRollouts | None = None,
         resampling: Resampling | None = None,
     ) -> list[Future[Group]]:
         """All requests of one call are submitted to the engine together."""
@@ -95,9 +91,10 @@ class LocalWorker:
         with self._lock:
             for prompt in prompts:
                 entry = _Open(prompt, running_future(), resampling=resampling)
-                if partial and prompt.index in partial:
-                    found = map(_from_bytes, partial[prompt.index])
-                    entry.finished, entry.parts = (self._usable(entry, each) for each in found)
+                found = (partial or {}).get(prompt.index, {})
+                for number, rollout in self._usable(entry, found).items():
+                    store = entry.parts if rollout.status == "aborted" else entry.finished
+                    store[number] = rollout
                 self._open[prompt.index] = entry
                 entries.append(entry)
             if self._failure is None:
@@ -120,7 +117,7 @@ class LocalWorker:
             return idle
 
     def stop(self) -> None:
-        """`partial_states` still returns what is finished."""
+        """`partial_rollouts` still returns what is finished."""
         with self._lock:
             self._stopped = True
             self.pause()
@@ -128,15 +125,11 @@ class LocalWorker:
         for entry in entries:
             resolve(entry.group, EngineError("sampling was stopped"))
 
-    def partial_states(self) -> dict[int, PartialState]:
+    def partial_rollouts(self) -> PartialRollouts:
         """Tokens that the engine is still producing are not included."""
         with self._lock:
-            return {
-                entry.prompt.index: PartialState(
-                    numbered_frames(entry.finished), numbered_frames(entry.parts)
-                )
-                for entry in [*self._open.values(), *self._judging.values()]
-            }
+            entries = [*self._open.values(), *self._judging.values()]
+            return {entry.prompt.index: entry.parts | entry.finished for entry in entries}
 
     def counts(self) -> Mapping[str, int]:
         """Since the start of this process."""
@@ -206,7 +199,7 @@ class LocalWorker:
         """The sampling parameters of one rollout; the baseline is greedy."""
         if entry.resampling is not None:
             return dataclasses.replace(self.params, temperature=entry.resampling.temperature)
-        return self.params if number < self.samples else greedily(self.params)
+        return self.params if number < self.samples else _greedily(self.params)
 
     def _labels(self, entry: _Open, number: int) -> dict[str, Any]:
         """The fields of a rollout that say how it was sampled."""
@@ -342,7 +335,7 @@ class LocalWorker:
             self._fail(entry, error)
             return
         with self._lock:
-            if self._stopped:  # its future has failed; `partial_states` still has the rollouts
+            if self._stopped:  # its future has failed; `partial_rollouts` still has the rollouts
                 return
             del self._judging[entry.prompt.index]
         # Outside the lock: the future's callbacks start the next prompt.
@@ -364,7 +357,7 @@ class LocalWorker:
         resolve(entry.group, error)
 
     def _fail_all(self, error: BaseException) -> None:
-        """Fail all groups; `partial_states` still has their rollouts, for a last checkpoint."""
+        """Fail all groups; `partial_rollouts` still has their rollouts, for a last checkpoint."""
         with self._lock:
             self._failure = self._failure or as_engine_error("the rollout worker", error)
             entries = [*self._open.values(), *self._judging.values()]
@@ -375,5 +368,43 @@ class LocalWorker:
             idle.set_exception(self._failure)
 
 
-def _from_bytes(content: Tensor) -> dict[int, Rollout]:
-    return {found.extra["number"]: found.record for found in whole_frames(content)}  # type: ignore[misc]
+class QueueThread:
+    """A thread that does the work that is put into its queue, in order. What a piece of work raises
+    goes to `failed`, in the thread: no future that this work would have completed stays open.
+    """
+
+    def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not closed."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Do this after all that was put before."""
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """End the thread after what was put before."""
+        if self.is_running:
+            self._queue.put(None)
+            self._thread.join()
+
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except BaseException as error:
+                self._failed(error)
+
+
+def _greedily(params: SamplingParams) -> SamplingParams:
+    """The same parameters for greedy decoding."""
+    return dataclasses.replace(params, temperature=0.0, top_p=1.0, routing=None)

@@ -37,18 +37,18 @@ from megatron_stare.collect.batch import (
     Collected,
     added,
     carries_signal,
-    collected_of,
     metrics_of,
     staleness,
     too_few,
 )
-from megatron_stare.collect.dispatcher import PromptDispatcher, open_of, open_state
-from megatron_stare.collect.group_exchange import (
-    all_gather_groups,
-    group_state,
-    scatter_groups,
+from megatron_stare.collect.dispatcher import PromptDispatcher
+from megatron_stare.collect.journal import (
+    PartialRollouts,
+    forget,
+    groups_in,
+    journal_directory,
+    partial_in,
 )
-from megatron_stare.collect.journal import forget, groups_in, journal_directory
 from megatron_stare.collect.resampling import (
     Joined,
     Method,
@@ -59,19 +59,21 @@ from megatron_stare.collect.resampling import (
     find_method,
     is_wanted,
 )
-from megatron_stare.collect.rollout_worker import (
-    PartialState,
+from megatron_stare.collect.rollout_worker import is_streamed, split_by_settings
+from megatron_stare.collect.rounds import (
     RolloutWorkers,
     SamplingRound,
+    all_gather_groups,
     decoded_together,
-    is_streamed,
-    split_by_settings,
+    group_state,
+    partial_state,
+    scatter_groups,
     start_round,
 )
 from megatron_stare.config import Config, NoSignalError
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.policy.topology import Topology, agreed
-from megatron_stare.records import Group
+from megatron_stare.records import Group, Rollout
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.scoring.advantages import PromptHistory, with_advantages
 
@@ -194,22 +196,23 @@ class RolloutBuffer:
         `finish_step` a step that was not finished is trained again: on the batch of a dispatcher,
         or from the state before `collect`, with the same prompts.
 
-        The partial states of a dispatcher's prompts are kept; tokens that the engine is still
+        The partial rollouts of a dispatcher's prompts are kept; tokens that the engine is still
         producing are not. The prompts of a round in flight are drawn again.
         """
         if self.topology.is_first:
             before = self._saved_version - self.config.rollout.staleness_limit
             forget(journal_directory(self.config), before)
             self._saved_version = self.engine.version
-        known: dict[int, PartialState] = {}
+        partial: PartialRollouts = {}
         if self.streamed:
-            position, waiting, ready, ahead, history = self._streamed_position(known)
+            (position, waiting, ready, ahead, history), partial = self._streamed_position()
         else:
             position, waiting, ready, ahead, history = self._before or self._position()
         groups = group_state(ahead.groups, self.topology) if ahead else None
         state = {
             "position": position,
-            **open_state(known, waiting, self.topology),
+            "open": sorted(waiting),
+            "partial": partial_state(partial, self.topology),
             "ready": group_state(ready, self.topology),
             "ahead": vars(ahead) | {"groups": groups} if ahead else None,
             "surprisal": self._surprisal,
@@ -232,17 +235,16 @@ class RolloutBuffer:
         fits = state["by_rollout"] == self.by_rollout  # groups and single rollouts do not mix
         whole = not self.by_rollout
         usable, other = split_by_settings(groups, self.config, whole) if fits else ([], groups)
-        open_ = dict.fromkeys(group.prompt.index for group in other) | open_of(state)
-        open_ = dict(sorted(open_.items()))
+        open_ = sorted({*state["open"], *(group.prompt.index for group in other)})
         self.stream.position, self._surprisal = state["position"], state["surprisal"]
         self.history = PromptHistory(state["history"])
         size = 0 if self.streamed or other else len(ahead)
         self.ready = scatter_groups(usable[size:], self.topology, [0] if self.streamed else ())
         if not self.streamed:
-            self.waiting = list(open_)
+            self.waiting = open_
         elif self.dispatcher is not None:
-            partial = {index: known for index, known in open_.items() if known is not None}
-            self.dispatcher.load_state(state["position"], list(open_), partial)
+            partial = partial_in(state["partial"].numpy().tobytes())
+            self.dispatcher.load_state(state["position"], open_, partial)
         if size:
             batch = tuple(scatter_groups(usable[:size], self.topology))
             self.ahead = Collected(**(state["ahead"] | {"groups": batch}))
@@ -264,18 +266,20 @@ class RolloutBuffer:
         if not self.streamed:
             self.stream.position, self.waiting = self._start[0], list(self._start[1])
 
-    def _streamed_position(self, known: dict[int, PartialState]) -> _Position:
-        """The batch that is being trained is ready again; `known` gets the partial states."""
-        own: dict[int, PartialState] = {}
+    def _streamed_position(self) -> tuple[_Position, PartialRollouts]:
+        """The position, in which the batch that is being trained is ready again, and the partial
+        rollouts of the prompts that wait.
+        """
+        own: dict[int, Mapping[int, Rollout]] = {}
         # Before rank 0 says what is open: what is judged meanwhile is among its ready groups.
-        agreed(self.topology, lambda: [own.update(w.partial_states()) for w in self.workers.own])
+        agreed(self.topology, lambda: [own.update(w.partial_rollouts()) for w in self.workers.own])
         position, open_, judged = self.dispatcher.state() if self.dispatcher else (0, [], [])
         position, open_ = self.topology.gather((position, open_))[0]
-        known |= {index: own[index] for index in open_ if index in own}
+        partial = {index: own[index] for index in open_ if index in own}
         training = self._batch.groups if self._batch else ()
         ready = (*training, *self.ready, *self._broadcast(judged))
         history = self._before.history if self._before else self.history
-        return _Position(position, tuple(open_), ready, None, history)
+        return _Position(position, tuple(open_), ready, None, history), partial
 
     def _filled(self, step: int) -> Collected:
         """A batch for the weights of version `step`."""
@@ -309,11 +313,14 @@ class RolloutBuffer:
         if self.by_rollout:
             return self._of_rollouts(chosen, fresh, sampled, counts, joined)
         chosen = chosen or list(fresh[: self.full])  # measured, and not trained
-        collected = collected_of(chosen, sampled or chosen, counts, self.config, self.history)
+        metrics = metrics_of(chosen, sampled or chosen, counts, self.config)
         if self.streamed:
-            metrics = collected.metrics | staleness(chosen, step)
-            return Collected(collected.groups, collected.signal, metrics)
-        return self._resampled(collected)
+            metrics |= staleness(chosen, step)
+        batch = with_advantages(chosen, self.config.scoring, self.history)
+        if self.method is not None:
+            batch, more = self._joined(self.method, batch)
+            metrics |= more
+        return Collected(batch, carries_signal(batch, self.config), metrics)
 
     def _needs_more(self, ready: Sequence[Group], rounds: int) -> bool:
         """Whether a batch needs another round. A dispatcher is asked once for each batch."""
@@ -398,14 +405,6 @@ class RolloutBuffer:
         replay = self.replay.groups if self.replay else ()
         metrics["replay_buffer_rollouts"] = float(count_rollouts(replay))
         return Collected(tuple(chosen), signal, metrics)
-
-    def _resampled(self, collected: Collected) -> Collected:
-        """The batch after the resampling method, if there is one."""
-        if self.method is None:
-            return collected
-        groups, metrics = self._joined(self.method, collected.groups)
-        signal = carries_signal(groups, self.config)
-        return Collected(groups, signal, collected.metrics | metrics)
 
     def _joined(self, method: Method, groups: Sequence[Group]) -> Joined:
         """The groups after a resampling method. Every rank uses rank 0's surprisal."""

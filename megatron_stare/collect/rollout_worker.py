@@ -8,24 +8,17 @@ node (workers/).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-import queue
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
-
-from megatron_stare.collect.group_exchange import all_gather_groups
+from megatron_stare.collect.journal import PartialRollouts
 from megatron_stare.config import Config, EngineError, UserError
 from megatron_stare.policy.build import read_hf_config
 from megatron_stare.policy.experts import routing_shape
-from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import Group, Prompt
-from megatron_stare.rollout.engine import Engine, SamplingParams
+from megatron_stare.rollout.engine import SamplingParams
 from megatron_stare.scoring.advantages import checked_estimator
 from megatron_stare.system import digest
 
@@ -33,15 +26,6 @@ log = logging.getLogger(__name__)
 
 # First word of every seed tuple, so that training and evaluation never share random numbers.
 TRAINING, EVALUATION = 0, 1
-
-
-class PartialState(NamedTuple):
-    """The rollouts of a prompt that is not judged yet, as bytes (journal.py): the finished ones
-    and the unfinished ones that can be continued.
-    """
-
-    finished: Tensor
-    parts: Tensor
 
 
 class Resampling(NamedTuple):
@@ -64,14 +48,14 @@ class RolloutWorker(Protocol):
     def start(
         self,
         prompts: Sequence[Prompt],
-        partial: Mapping[int, PartialState] | None = None,
+        partial: PartialRollouts | None = None,
         resampling: Resampling | None = None,
     ) -> list[Future[Group]]:
         """Sample and judge these prompts; one future each. It fails where one of the prompt's
         rollouts, or the judge, fails.
 
-        `partial`: by prompt index, rollouts that exist already. With `resampling` the rollouts get
-        the numbers after the prompt's first ones, so that seeds and journal keys do not collide.
+        `partial`: rollouts that exist already. With `resampling` the rollouts get the numbers after
+        the prompt's first ones, so that seeds and journal keys do not collide.
         """
         ...
 
@@ -83,8 +67,8 @@ class RolloutWorker(Protocol):
         """`pause` for good, and fail the futures that are not done."""
         ...
 
-    def partial_states(self) -> dict[int, PartialState]:
-        """The rollouts of every prompt that is not judged, by prompt index; also after `stop`."""
+    def partial_rollouts(self) -> PartialRollouts:
+        """The rollouts of the prompts that are not judged; also after `stop`."""
         ...
 
     def counts(self) -> Mapping[str, int]:
@@ -94,103 +78,6 @@ class RolloutWorker(Protocol):
     def close(self) -> None:
         """End the worker."""
         ...
-
-
-@dataclass(frozen=True)
-class RolloutWorkers:
-    """The workers of a run: `per_rank` on each of `ranks`; `own` are those of this rank."""
-
-    ranks: Sequence[int]
-    per_rank: int
-    own: Sequence[RolloutWorker]
-    # The last bits of an embedded engine's log-probs depend on which prompts are decoded in one
-    # batch. So this many prompts are assigned as one block, for any number of workers; 1: no
-    # blocks.
-    together: int = 1
-    close_all: Callable[[], None] | None = None  # replaces closing the workers one by one
-
-    def close(self) -> None:
-        """End this rank's workers."""
-        if self.close_all is not None:
-            self.close_all()
-            return
-        for worker in self.own:
-            worker.close()
-
-    def assigned(self, prompts: Sequence[Prompt], together: int = 0) -> list[tuple[int, int]]:
-        """The worker of each prompt: its rank and its number there. The same on every rank."""
-        return assigned(prompts, self.ranks, self.per_rank, together or self.together)
-
-
-def assigned(
-    prompts: Sequence[Prompt], ranks: Sequence[int], per_rank: int, together: int
-) -> list[tuple[int, int]]:
-    """The (rank, number) of each prompt's worker, among `per_rank` workers on each of these ranks.
-    It depends on the prompt's index alone, so that a journal knows its owner, unless prompts are
-    assigned in blocks.
-    """
-    order = sorted(range(len(prompts)), key=lambda place: len(prompts[place].token_ids))
-    number = {place: prompt.index for place, prompt in enumerate(prompts)}
-    if together > 1:
-        number = {place: turn // together for turn, place in enumerate(order)}
-    count = len(ranks)
-    return [
-        (ranks[number[place] % count], number[place] // count % per_rank)
-        for place in range(len(prompts))
-    ]
-
-
-@dataclass(frozen=True)
-class SamplingRound:
-    """The prompts of `start_round`."""
-
-    engine: Engine
-    topology: Topology
-    ranks: Sequence[int]  # that samples each prompt
-    mine: Sequence[Future[Group]]  # those of this rank
-
-    def finish(self) -> list[Group]:
-        """The judged groups in prompt order, on every rank; only the rank that sampled a group has
-        its tokens. A failure on one rank is raised on all. Collective.
-        """
-        mine: list[Group] = []
-        agreed(self.topology, lambda: mine.extend(self._mine()))
-        everyone = [iter(groups) for groups in all_gather_groups(mine, self.topology)]
-        return [next(everyone[rank]) for rank in self.ranks]
-
-    def _mine(self) -> list[Group]:
-        self.engine.wait(self.mine)
-        return [group.result() for group in self.mine]
-
-
-def start_round(
-    engine: Engine,
-    workers: RolloutWorkers,
-    prompts: Sequence[Prompt],
-    topology: Topology,
-    again: Resampling | None = None,
-    together: int = 0,
-) -> SamplingRound:
-    """Send each prompt to its worker, under the engine's weights; with `again` for more rollouts of
-    a judged prompt. `together` replaces RolloutWorkers.together.
-    """
-    places = workers.assigned(prompts, together)
-    groups: dict[int, Future[Group]] = {}
-    for number, worker in enumerate(workers.own):
-        worker.set_step(engine.version)
-        own = [
-            p for p, place in zip(prompts, places, strict=True) if place == (topology.rank, number)
-        ]
-        groups |= zip([p.index for p in own], worker.start(own, resampling=again), strict=True)
-    mine = [groups[prompt.index] for prompt in prompts if prompt.index in groups]
-    return SamplingRound(engine, topology, [rank for rank, _ in places], mine)
-
-
-def decoded_together(config: Config, samples: int) -> int:
-    """RolloutWorkers.together for prompts of `samples` rollouts each."""
-    if config.rollout.engine != "embedded":
-        return 1
-    return max(1, config.rollout.engine_batch_size // samples)
 
 
 def is_streamed(config: Config) -> bool:
@@ -212,43 +99,6 @@ def resolve(group: Future[Group], outcome: Group | BaseException) -> None:
             group.set_exception(outcome)
         else:
             group.set_result(outcome)
-
-
-class QueueThread:
-    """A thread that does the work that is put into its queue, in order. What a piece of work raises
-    goes to `failed`, in the thread: no future that this work would have completed stays open.
-    """
-
-    def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
-        self._failed = failed
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it was started and not closed."""
-        return self._thread.is_alive()
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def put(self, work: Callable[[], None]) -> None:
-        """Do this after all that was put before."""
-        self._queue.put(work)
-
-    def close(self) -> None:
-        """End the thread after what was put before."""
-        if self.is_running:
-            self._queue.put(None)
-            self._thread.join()
-
-    def _work(self) -> None:
-        while (work := self._queue.get()) is not None:
-            try:
-                work()
-            except BaseException as error:
-                self._failed(error)
 
 
 def as_engine_error(what: str, error: BaseException) -> Exception:
@@ -298,8 +148,3 @@ def training_params(config: Config) -> SamplingParams:
         stop=tuple(rollout.stop),
         routing=routing,
     )
-
-
-def greedily(params: SamplingParams) -> SamplingParams:
-    """The same parameters for greedy decoding."""
-    return dataclasses.replace(params, temperature=0.0, top_p=1.0, routing=None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_stare.collect.dispatcher import PromptDispatcher
 from megatron_stare.collect.resampling import is_wanted
-from megatron_stare.collect.rollout_worker import RolloutWorkers
+from megatron_stare.collect.rounds import RolloutWorkers
 from megatron_stare.config import Config, override
 from megatron_stare.records import Group, Prompt, Rollout
 

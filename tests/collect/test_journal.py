@@ -18,7 +18,8 @@ from megatron_stare.collect import journal as journals
 from megatron_stare.collect.dispatcher import PromptDispatcher
 from megatron_stare.collect.journal import ATTEMPTS_NAME, MAGIC, Journal, forget, frame
 from megatron_stare.collect.local_worker import LocalWorker
-from megatron_stare.collect.rollout_worker import RolloutWorkers, sampling_digest
+from megatron_stare.collect.rollout_worker import sampling_digest
+from megatron_stare.collect.rounds import RolloutWorkers
 from megatron_stare.config import Config, override
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.rollout.engine import Request

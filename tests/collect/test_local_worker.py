@@ -13,7 +13,7 @@ import pytest
 from megatron_stare.collect.journal import Journal
 from megatron_stare.collect.judging import build_judge
 from megatron_stare.collect.local_worker import LocalWorker
-from megatron_stare.collect.rollout_worker import RolloutWorkers
+from megatron_stare.collect.rounds import RolloutWorkers
 from megatron_stare.config import Config, EngineError, UserError, override
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.rollout.engine import Request
@@ -95,7 +95,7 @@ def test_ended_rollouts_continue_and_stopped_ones_are_kept():
         worker.stop()
         with pytest.raises(EngineError, match="stopped"):
             group.result(timeout=60)
-        known = worker.partial_states()
+        known = worker.partial_rollouts()
     engine = Patient()
     with worker_of(engine) as worker:
         (group,) = worker.start(prompts(7), known)
@@ -116,7 +116,7 @@ def test_a_resumed_prompt_gets_as_many_rollouts_as_the_run_now_samples(
             engine.finish((7, number), said("4"))
         worker.pause().result(timeout=60)
         worker.stop()
-        known = worker.partial_states()
+        known = worker.partial_rollouts()
     kept = set(numbers[:3]) & set(range(samples))
     engine = Patient()
     with worker_of(engine, f"rollout.n_samples_per_prompt={samples}") as worker:
@@ -150,7 +150,7 @@ def test_rollouts_of_other_settings_are_sampled_again(change: str, tmp_path: Pat
         engine.finish((8, 0), said("4"))
         worker.pause().result(timeout=60)
         worker.stop()
-        known = {7: worker.partial_states()[7]}
+        known = {7: worker.partial_rollouts()[7]}
     for options, dropped in ([tools], 0), ([tools, change], 3):
         engine = Patient()
         with worker_of(engine, *options, journal=Journal(tmp_path)) as worker:
@@ -167,7 +167,7 @@ def test_the_greedy_baseline_is_no_sample_of_a_run_with_more_samples():
         worker.start(prompts(7))
         engine.finish((7, 2), said("4"))
         worker.stop()
-        known = worker.partial_states()
+        known = worker.partial_rollouts()
     engine = Patient()
     with worker_of(engine, "rollout.n_samples_per_prompt=3") as worker:
         worker.start(prompts(7), known)
@@ -186,7 +186,7 @@ def test_an_error_in_a_thread_fails_every_group_that_waits_for_it(
             for group in start():
                 with pytest.raises(EngineError, match=r"rollout worker failed .KeyError"):
                     group.result(timeout=60)
-        assert "Traceback" in caplog.text and set(worker.partial_states()) == {0, 1, 2}
+        assert "Traceback" in caplog.text and set(worker.partial_rollouts()) == {0, 1, 2}
 
 
 def test_an_error_in_a_reward_fails_only_its_group(monkeypatch: pytest.MonkeyPatch):
@@ -211,7 +211,7 @@ def test_a_refused_request_fails_only_its_group():
         (group,) = worker.start(prompts(0))
         with pytest.raises(UserError, match="too long"):
             group.result(timeout=60)
-        assert not worker.partial_states()
+        assert not worker.partial_rollouts()
 
 
 def test_folders_of_a_journal_are_read_by_all_and_filtered(tmp_path: Path):

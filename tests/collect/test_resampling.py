@@ -14,9 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.collect.batch import Collected
 from megatron_stare.collect.journal import Journal
-from megatron_stare.collect.resampling import Aepo, UecRl, is_replayed
+from megatron_stare.collect.resampling import Aepo, Joined, Method, UecRl, is_replayed
 from megatron_stare.collect.rollout_worker import Resampling, sampling_digest
 from megatron_stare.config import Config, ResamplingConfig, UserError, override
 from megatron_stare.loop.interrupt import Interrupt
@@ -280,18 +279,18 @@ def test_a_batch_without_signal_learns_from_what_joins_it(
     tmp_path: Path, topology: Topology
 ) -> None:
     run = Trainer(small_config(tmp_path, *SMALL, "train.num_rollout=1"), topology)
-    resampled = run.collector._resampled  # type: ignore[attr-defined]
+    joined = run.collector._joined
 
-    def without(collected: Collected) -> Any:
-        groups = tuple(
+    def without(method: Method, groups: Sequence[Group]) -> Joined:
+        flat = [
             dataclasses.replace(
                 group, rollouts=tuple(dataclasses.replace(r, advantage=0.0) for r in group.rollouts)
             )
-            for group in collected.groups
-        )
-        return resampled(Collected(groups, False, collected.metrics))
+            for group in groups
+        ]
+        return joined(method, flat)
 
-    run.collector._resampled = without  # type: ignore[attr-defined]
+    run.collector._joined = without  # type: ignore[method-assign]
     assert run.run(Interrupt())
     (row,) = rows_of(run.config)
     assert row["skipped"] == 0 and row["resampled_trained"] > 0 and row["grad_norm"] > 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.collect.rollout_worker import RolloutWorkers
+from megatron_stare.collect.rounds import RolloutWorkers
 from megatron_stare.config import NoSignalError, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer

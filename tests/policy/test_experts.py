@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_stare.collect.group_exchange import scatter_groups
+from megatron_stare.collect.rounds import scatter_groups
 from megatron_stare.config import Config, UserError, override
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor

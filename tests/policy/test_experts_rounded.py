@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_stare.__main__ import main
-from megatron_stare.collect.group_exchange import scatter_groups
+from megatron_stare.collect.rounds import scatter_groups
 from megatron_stare.config import Config, UserError, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer

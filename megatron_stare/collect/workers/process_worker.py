@@ -1,9 +1,9 @@
 """The trainer's end of the worker processes.
 
 A ProcessWorker is a RolloutWorker whose work is done in another process. It keeps the prompts that
-are in flight and their partial states. A process that dies is started again, reads its journal and
-gets these prompts again; the futures of their groups just take longer. So is a process that stands
-still: one that owes an answer for half of run.hang_timeout is killed.
+are in flight and their partial rollouts. A process that dies is started again, reads its journal
+and gets these prompts again; the futures of their groups just take longer. A process that stands
+still, and owes an answer for half of run.hang_timeout, is killed, and so started again.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
-import numpy
 import torch
-from torch import Tensor
 
-from megatron_stare.collect.journal import InvalidBytes, read_frames
-from megatron_stare.collect.rollout_worker import (
-    PartialState,
-    Resampling,
-    resolve,
-    running_future,
+from megatron_stare.collect.journal import (
+    PartialRollouts,
+    partial_frames,
+    partial_in,
+    whole_frames,
 )
-from megatron_stare.collect.workers.channel import Channel, Payload, error_of
+from megatron_stare.collect.rollout_worker import Resampling, resolve, running_future
+from megatron_stare.collect.workers.channel import Channel, Payload, error_of, memory_of
 from megatron_stare.collect.workers.worker_main import (
     BEAT,
     BROKEN,
@@ -70,7 +68,7 @@ class _InFlight:
     """A prompt that the process samples."""
 
     prompt: Prompt
-    partial: PartialState | None  # from before it was started
+    partial: Mapping[int, Rollout]  # from before it was started, by number
     group: Future[Group]
     resampling: Resampling | None
 
@@ -118,12 +116,15 @@ class ProcessWorker:
     def start(
         self,
         prompts: Sequence[Prompt],
-        partial: Mapping[int, PartialState] | None = None,
+        partial: PartialRollouts | None = None,
         resampling: Resampling | None = None,
     ) -> list[Future[Group]]:
         """Send the prompts to the process; if it is down, the next process gets them."""
-        states = partial or {}
-        started = [_InFlight(p, states.get(p.index), running_future(), resampling) for p in prompts]
+        known = partial or {}
+        started = [
+            _InFlight(prompt, known.get(prompt.index, {}), running_future(), resampling)
+            for prompt in prompts
+        ]
         with self._lock:
             if self._failure is None:
                 self._in_flight |= {each.prompt.index: each for each in started}
@@ -141,7 +142,7 @@ class ProcessWorker:
             return self._call("pause")
 
     def stop(self) -> None:
-        """`partial_states` can still be called."""
+        """`partial_rollouts` can still be called."""
         with self._lock:
             self._paused = self._stopped = True
             self._send("stop")
@@ -149,27 +150,19 @@ class ProcessWorker:
         for each in in_flight:
             resolve(each.group, EngineError("sampling was stopped"))
 
-    def partial_states(self) -> dict[int, PartialState]:
+    def partial_rollouts(self) -> PartialRollouts:
         """Waits for the process's answer. EngineError: none came, from its replacement either."""
         patience = max(START_SECONDS, self.settings.config.run.hang_timeout)
         with self._lock:
-            answer = self._call("partial_states")
+            answer = self._call("partial_rollouts")
         try:
-            table, payload = answer.result(patience)
+            return partial_in(answer.result(patience))
         except TimeoutError:
             raise EngineError(
                 f"worker process {self.settings.number} has not sent its unfinished rollouts for "
                 f"{patience:g} s, so that no checkpoint can be saved; the run resumes from the "
                 "last one"
             ) from None
-        found, place = {}, 0
-        for index, *lengths in table:
-            parts = []
-            for length in lengths:
-                parts.append(_tensor_of(payload[place : place + length]))
-                place += length
-            found[index] = PartialState(*parts)
-        return found
 
     def counts(self) -> Mapping[str, int]:
         """The counts at the time of the last group, summed over all processes of this worker so
@@ -268,14 +261,10 @@ class ProcessWorker:
         return future
 
     def _send_prompts(self, started: Sequence[_InFlight]) -> None:
-        states = {
-            each.prompt.index: tuple(part.numpy().tobytes() for part in each.partial)
-            for each in started
-            if each.partial
-        }
         for resampling in dict.fromkeys(each.resampling for each in started):
-            prompts = [each.prompt for each in started if each.resampling == resampling]
-            self._send("start", prompts, states, resampling)
+            alike = [each for each in started if each.resampling == resampling]
+            partial = memory_of(partial_frames({e.prompt.index: e.partial for e in alike}))
+            self._send("start", [each.prompt for each in alike], resampling, payload=partial)
 
     def _message(
         self,
@@ -381,7 +370,7 @@ class ProcessWorker:
         if self._in_flight:
             self._send_prompts(list(self._in_flight.values()))
         for number, (method, arguments, _) in sorted(self._calls.items()):
-            if method in ("partial_states", "evaluate"):
+            if method in ("partial_rollouts", "evaluate"):
                 self._message(method, number, arguments)
 
     def _receive(self, message: tuple[Any, ...], payload: Payload) -> int:
@@ -399,7 +388,7 @@ class ProcessWorker:
             if kind == FAILED:
                 future.set_exception(error_of(*value))
             else:
-                future.set_result((*value, payload) if method == "partial_states" else value[0])
+                future.set_result(payload if method == "partial_rollouts" else value[0])
             return method == "evaluate"
         elif kind == FATAL:
             self._fail(error_of(*rest))
@@ -421,7 +410,8 @@ class ProcessWorker:
             if isinstance(outcome, Exception):
                 resolve(found.group, outcome)
             else:
-                resolve(found.group, Group(found.prompt, _rollouts(outcome)))
+                rollouts = tuple(each.record for each in whole_frames(outcome))
+                resolve(found.group, Group(found.prompt, rollouts))  # type: ignore[arg-type]
             self._forget(index)
 
     def _forget(self, index: int) -> None:
@@ -449,15 +439,3 @@ class ProcessWorker:
                 future.set_result(None)
             else:
                 future.set_exception(error)
-
-
-def _rollouts(payload: Payload) -> tuple[Rollout, ...]:
-    found = list(read_frames(payload))
-    for each in found:
-        if isinstance(each, InvalidBytes):
-            raise EngineError(f"a worker process wrote a rollout that is damaged: {each.reason}")
-    return tuple(each.record for each in found)  # type: ignore[union-attr, misc]
-
-
-def _tensor_of(content: bytes) -> Tensor:
-    return torch.from_numpy(numpy.frombuffer(bytearray(content), numpy.uint8))

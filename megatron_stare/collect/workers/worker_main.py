@@ -22,9 +22,16 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_stare.collect.journal import Journal, Key, frame, journal_directory
+from megatron_stare.collect.journal import (
+    Journal,
+    Key,
+    frame,
+    journal_directory,
+    partial_frames,
+    partial_in,
+)
 from megatron_stare.collect.local_worker import LocalWorker
-from megatron_stare.collect.rollout_worker import PartialState, Resampling, is_streamed
+from megatron_stare.collect.rollout_worker import Resampling, is_streamed
 from megatron_stare.collect.workers.channel import Channel, Payload, memory_of
 from megatron_stare.config import Config
 from megatron_stare.records import Prompt, Rollout
@@ -124,7 +131,7 @@ class WorkerProcess:
             journal = self._journal(*arguments)
             self.worker = LocalWorker(self.config, parts.engine, parts.judge, journal)
         elif method == "start":
-            self._start(*arguments)
+            self._start(payload, *arguments)
         elif method == "weights":
             self.parts.plain.load_weights(list(_tensors(arguments[1], payload)), arguments[0])
         elif method == "servers":
@@ -133,8 +140,9 @@ class WorkerProcess:
         elif method == "pause":
             paused = self.worker.pause()
             paused.add_done_callback(lambda _: self.channel.send((DONE, call, None)))
-        elif method == "partial_states":
-            self._send_partial_states(call)
+        elif method == "partial_rollouts":
+            partial = partial_frames(self.worker.partial_rollouts())
+            self.channel.send((DONE, call, None), memory_of(partial))
         elif method == "evaluate":
             self._evaluating.submit(self._evaluate, call, *arguments)
         elif method == "abort":
@@ -186,21 +194,11 @@ class WorkerProcess:
         self.channel.send(answer)
 
     def _start(
-        self,
-        prompts: list[Prompt],
-        partial: dict[int, tuple[bytes, bytes]],
-        resampling: Resampling | None,
+        self, partial: Payload, prompts: list[Prompt], resampling: Resampling | None
     ) -> None:
-        states = {index: PartialState(*map(_tensor, both)) for index, both in partial.items()}
-        groups = self.worker.start(prompts, states, resampling)
+        groups = self.worker.start(prompts, partial_in(partial), resampling)
         for prompt, group in zip(prompts, groups, strict=True):
             group.add_done_callback(functools.partial(self._send_group, prompt.index))
-
-    def _send_partial_states(self, call: int) -> None:
-        found = self.worker.partial_states()
-        table = [(index, *(len(part) for part in state)) for index, state in found.items()]
-        parts = (part.numpy().tobytes() for state in found.values() for part in state)
-        self.channel.send((DONE, call, table), memory_of(parts))
 
     def _send_group(self, index: int, done: Future[Any]) -> None:
         """Send a judged group, or the error that ended it."""
@@ -229,10 +227,6 @@ def divided(config: Config, count: int) -> Config:
     scoring = dataclasses.replace(config.scoring, verifier_processes=verifiers and part(verifiers))
     sglang = dataclasses.replace(config.sglang, max_concurrency=part(config.sglang.max_concurrency))
     return dataclasses.replace(config, sandbox=sandbox, scoring=scoring, sglang=sglang)
-
-
-def _tensor(content: bytes) -> Tensor:
-    return torch.from_numpy(numpy.frombuffer(bytearray(content), numpy.uint8))
 
 
 def _tensors(

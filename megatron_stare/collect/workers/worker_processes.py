@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.collect.journal import journal_directory, start_attempt
-from megatron_stare.collect.rollout_worker import assigned, decoded_together
+from megatron_stare.collect.rounds import RolloutWorkers, decoded_together
 from megatron_stare.collect.workers.channel import memory_of
 from megatron_stare.collect.workers.process_worker import BEAT_SECONDS, ProcessWorker, Weights
 from megatron_stare.collect.workers.worker_main import WorkerParts, WorkerSettings
@@ -67,7 +67,8 @@ class WorkerProcesses:
         The futures have the problems of Examiner.problems.
         """
         together = decoded_together(self._config, problems.samples)
-        owners = assigned(problems.prompts, [0], self._config.rollout.workers, together)
+        workers = RolloutWorkers([0], self._config.rollout.workers, self.workers)
+        owners = workers.assigned(problems.prompts, together)
         return [
             worker.evaluate(
                 problems,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.collect.journal import as_tensor, frame, whole_frames
+from megatron_stare.collect.journal import frame, whole_frames
 from megatron_stare.numerics.exchange import gather_bytes
 from megatron_stare.policy.layout import response_position
 from megatron_stare.policy.topology import Topology
@@ -90,7 +90,7 @@ def sampled_rollouts(
     table = numpy.concatenate([numpy.frombuffer(content, _ROW) for content in rows])
     prompts, texts = dict[tuple[int, int], Prompt](), dict[tuple[int, int], Rollout]()
     for content in frames:
-        for _, record, labels in whole_frames(as_tensor([content])):
+        for _, record, labels in whole_frames(content):
             key = (labels["part"], labels["sequence"])
             if isinstance(record, Prompt):
                 prompts[key] = record

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy
 
-from megatron_stare.collect.group_exchange import all_gather_groups
 from megatron_stare.collect.rollout_worker import training_params
+from megatron_stare.collect.rounds import all_gather_groups
 from megatron_stare.config import Config
 from megatron_stare.loop.parity import scoring
 from megatron_stare.policy.model import PolicyModel

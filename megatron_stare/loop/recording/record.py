@@ -20,8 +20,8 @@ import torch
 
 from megatron_stare import config as configuration
 from megatron_stare.collect.batch import Collected
-from megatron_stare.collect.group_exchange import all_gather_groups
 from megatron_stare.collect.journal import group_frames, groups_in
+from megatron_stare.collect.rounds import all_gather_groups
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop.recording.heads import (
     HEAD_NAME,

@@ -6,9 +6,8 @@ import multiprocessing
 import os
 import threading
 
-from megatron_stare.collect.journal import frame
+from megatron_stare.collect.journal import frame, whole_frames
 from megatron_stare.collect.workers.channel import Channel, memory_of
-from megatron_stare.collect.workers.process_worker import _rollouts
 from tests.collect.test_journal import rollout
 
 
@@ -34,7 +33,7 @@ def test_kept_groups_hold_no_open_file():
     before, kept = len(os.listdir("/proc/self/fd")), []
     for number in range(100):
         theirs.send(("group", number), memory_of([frame(rollout(number, number))] * 2))
-        kept.append(_rollouts(ours.receive()[1]))
+        kept.append(tuple(found.record for found in whole_frames(ours.receive()[1])))
     assert all(found == (rollout(number, number),) * 2 for number, found in enumerate(kept))
     assert len(os.listdir("/proc/self/fd")) - before < 10
     ours.close()

@@ -222,7 +222,7 @@ def test_the_wait_for_unfinished_rollouts_is_bounded(
         wait_until(lambda: worker.process is not None and worker.process.pid is not None)
         os.kill(worker.process.pid, signal.SIGSTOP)
         with pytest.raises(EngineError, match=r"worker process 0 has not sent its unfinished"):
-            worker.partial_states()
+            worker.partial_rollouts()
     finally:
         for part in (run.collector, run.engine, run.judge):
             part.close()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.collect.group_exchange import scatter_groups
+from megatron_stare.collect.rounds import scatter_groups
 from megatron_stare.config import Config, PolicyConfig, UserError, override
 from megatron_stare.policy import build, topology
 from megatron_stare.policy.actor import Actor

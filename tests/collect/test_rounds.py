@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_stare.collect.batch import collected_of
-from megatron_stare.collect.group_exchange import all_gather_groups, group_state, scatter_groups
+from megatron_stare.collect.batch import Collected, metrics_of
 from megatron_stare.collect.journal import groups_in
+from megatron_stare.collect.rounds import all_gather_groups, group_state, scatter_groups
 from megatron_stare.config import Config, override
 from megatron_stare.numerics import exchange
 from megatron_stare.policy import topology as topologies
@@ -21,7 +21,7 @@ from megatron_stare.policy.checkpoints.actor_state import ShardedBytes
 from megatron_stare.policy.layout import FLAT
 from megatron_stare.policy.packing import pack
 from megatron_stare.records import Group, Prompt, Rollout
-from megatron_stare.scoring.advantages import PromptHistory
+from megatron_stare.scoring.advantages import PromptHistory, with_advantages
 from tests.distributed import run_distributed
 
 WORLD, BUCKET, HIDDEN = 4, 1000, 16
@@ -105,6 +105,11 @@ def same_batch(one: Any, other: Any) -> bool:
     )
 
 
+def batch_of(known: list[Group], config: Config) -> Collected:
+    made = with_advantages(known, config.scoring, PromptHistory())
+    return Collected(tuple(made), True, metrics_of(known, known, {}, config))
+
+
 def everything(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     exchange.BUCKET_BYTES = BUCKET
@@ -112,13 +117,13 @@ def everything(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     for layout, options in LAYOUTS.items():
         config = override(Config(), ["policy.max_tokens_per_gpu=700", *options])
         topology = topologies.start(config.policy)
-        alone = collected_of(whole, whole, {}, config, PromptHistory())
+        alone = batch_of(whole, config)
         of_all = pack(alone.groups, topology, config.policy, hidden_size=HIDDEN, weight_version=3)
         for name, holder in HOLDERS.items():
             own = [group for n, group in enumerate(whole) if holder(n) == rank]
             parts = [iter(part) for part in all_gather_groups(own, topology)]
             known = [next(parts[holder(n)]) for n in range(len(whole))]
-            collected = collected_of(known, known, {}, config, PromptHistory())
+            collected = batch_of(known, config)
             with pytest.MonkeyPatch.context() as patch:
                 traffic = Traffic(patch)
                 batch = pack(

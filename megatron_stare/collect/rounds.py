@@ -1,0 +1,195 @@
+"""Prompts to the workers of all ranks, and judged groups back: the rank that sampled a group holds
+its tokens, the others its RolloutMeta.
+
+Every rank knows the rewards, versions and lengths of all rollouts, so that all ranks choose and
+pack the same batch. Tokens and texts stay on the holder until `pack` sends the tokens to the ranks
+that train on them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+from torch import Tensor
+
+from megatron_stare.collect.journal import (
+    PartialRollouts,
+    as_tensor,
+    group_frames,
+    partial_frames,
+)
+from megatron_stare.collect.rollout_worker import Resampling, RolloutWorker
+from megatron_stare.config import Config
+from megatron_stare.numerics.exchange import all_gather_bytes
+from megatron_stare.policy.checkpoints.actor_state import ShardedBytes
+from megatron_stare.policy.topology import Topology, agreed
+from megatron_stare.records import Group, Prompt, RolloutMeta
+from megatron_stare.rollout.engine import Engine
+
+_FIELDS = [each.name for each in dataclasses.fields(RolloutMeta)]
+
+
+@dataclass(frozen=True)
+class RolloutWorkers:
+    """The workers of a run: `per_rank` on each of `ranks`; `own` are those of this rank."""
+
+    ranks: Sequence[int]
+    per_rank: int
+    own: Sequence[RolloutWorker]
+    # The last bits of an embedded engine's log-probs depend on which prompts are decoded in one
+    # batch. So this many prompts are assigned as one block, for any number of workers; 1: no
+    # blocks.
+    together: int = 1
+    close_all: Callable[[], None] | None = None  # replaces closing the workers one by one
+
+    def close(self) -> None:
+        """End this rank's workers."""
+        if self.close_all is not None:
+            self.close_all()
+            return
+        for worker in self.own:
+            worker.close()
+
+    def assigned(self, prompts: Sequence[Prompt], together: int = 0) -> list[tuple[int, int]]:
+        """The worker of each prompt: its rank and its number there. The same on every rank. It
+        depends on the prompt's index alone, so that a journal knows its owner, unless prompts are
+        assigned in blocks. `together` replaces that of the workers.
+        """
+        together = together or self.together
+        number = {place: prompt.index for place, prompt in enumerate(prompts)}
+        if together > 1:
+            order = sorted(range(len(prompts)), key=lambda place: len(prompts[place].token_ids))
+            number = {place: turn // together for turn, place in enumerate(order)}
+        count = len(self.ranks)
+        return [
+            (self.ranks[number[place] % count], number[place] // count % self.per_rank)
+            for place in range(len(prompts))
+        ]
+
+
+@dataclass(frozen=True)
+class SamplingRound:
+    """The prompts of `start_round`."""
+
+    engine: Engine
+    topology: Topology
+    ranks: Sequence[int]  # that samples each prompt
+    mine: Sequence[Future[Group]]  # those of this rank
+
+    def finish(self) -> list[Group]:
+        """The judged groups in prompt order, on every rank; only the rank that sampled a group has
+        its tokens. A failure on one rank is raised on all. Collective.
+        """
+        mine: list[Group] = []
+        agreed(self.topology, lambda: mine.extend(self._mine()))
+        everyone = [iter(groups) for groups in all_gather_groups(mine, self.topology)]
+        return [next(everyone[rank]) for rank in self.ranks]
+
+    def _mine(self) -> list[Group]:
+        self.engine.wait(self.mine)
+        return [group.result() for group in self.mine]
+
+
+def start_round(
+    engine: Engine,
+    workers: RolloutWorkers,
+    prompts: Sequence[Prompt],
+    topology: Topology,
+    again: Resampling | None = None,
+    together: int = 0,
+) -> SamplingRound:
+    """Send each prompt to its worker, under the engine's weights; with `again` for more rollouts of
+    a judged prompt. `together` replaces RolloutWorkers.together.
+    """
+    places = workers.assigned(prompts, together)
+    groups: dict[int, Future[Group]] = {}
+    for number, worker in enumerate(workers.own):
+        worker.set_step(engine.version)
+        own = [
+            p for p, place in zip(prompts, places, strict=True) if place == (topology.rank, number)
+        ]
+        groups |= zip([p.index for p in own], worker.start(own, resampling=again), strict=True)
+    mine = [groups[prompt.index] for prompt in prompts if prompt.index in groups]
+    return SamplingRound(engine, topology, [rank for rank, _ in places], mine)
+
+
+def decoded_together(config: Config, samples: int) -> int:
+    """RolloutWorkers.together for prompts of `samples` rollouts each."""
+    if config.rollout.engine != "embedded":
+        return 1
+    return max(1, config.rollout.engine_batch_size // samples)
+
+
+def all_gather_groups(groups: Sequence[Group], topology: Topology) -> list[list[Group]]:
+    """The groups of each rank, on every rank; with tokens on their own rank only. Collective."""
+    if topology.world_size == 1:
+        return [list(groups)]
+    own = [dataclasses.replace(group, holder=topology.rank) for group in groups]
+    rows = all_gather_bytes(json.dumps([_meta_row(group) for group in own]).encode(), topology.host)
+    return [
+        own if rank == topology.rank else [_meta_group(row, rank) for row in json.loads(content)]
+        for rank, content in enumerate(rows)
+    ]
+
+
+def scatter_groups(
+    groups: Sequence[Group], topology: Topology, ranks: Sequence[int] = ()
+) -> list[Group]:
+    """Groups that every rank has read with their tokens; each of `ranks`, by default all, becomes
+    the holder of some, in turn, and the others keep the metadata.
+    """
+    if topology.world_size == 1:
+        return list(groups)
+    ranks = ranks or range(topology.world_size)
+    holders = [ranks[place % len(ranks)] for place in range(len(groups))]
+    return [
+        dataclasses.replace(group, holder=rank)
+        if rank == topology.rank
+        else _meta_group(_meta_row(group), rank)
+        for group, rank in zip(groups, holders, strict=True)
+    ]
+
+
+def group_state(groups: Sequence[Group], topology: Topology) -> Tensor | ShardedBytes:
+    """The groups as bytes for a checkpoint (journal.py): each rank writes those that it holds, with
+    their places among all. Collective.
+    """
+    if topology.world_size == 1:
+        return group_frames(groups)
+    places = [place for place, group in enumerate(groups) if group.holder == topology.rank]
+    return _concatenated(group_frames((groups[place] for place in places), places), topology)
+
+
+def partial_state(partial: PartialRollouts, topology: Topology) -> Tensor | ShardedBytes:
+    """The rollouts of prompts that are not judged, of this rank's workers, as bytes for a
+    checkpoint. Collective.
+    """
+    return _concatenated(as_tensor(partial_frames(partial)), topology)
+
+
+def _concatenated(part: Tensor, topology: Topology) -> Tensor | ShardedBytes:
+    """The bytes of all ranks as one entry of a checkpoint, in rank order. Collective."""
+    sizes = topology.gather(len(part))
+    if topology.world_size == 1 or not any(sizes):
+        return part
+    return ShardedBytes(part, sum(sizes[: topology.rank]), sum(sizes))
+
+
+def _meta_row(group: Group) -> list[Any]:
+    """The metadata of a group that every rank receives, as plain values."""
+    rollouts = [[getattr(rollout, name) for name in _FIELDS] for rollout in group.rollouts]
+    return [group.prompt.index, group.prompt_length, group.prompt_key, rollouts]
+
+
+def _meta_group(row: list[Any], holder: int) -> Group:
+    """The group of `_meta_row`; rank `holder` has its tokens."""
+    index, prompt_length, prompt_key, rollouts = row
+    metas = tuple(RolloutMeta(**dict(zip(_FIELDS, values, strict=True))) for values in rollouts)
+    prompt = Prompt(index, numpy.zeros(0, numpy.int32), label="")
+    return Group(prompt, metas, holder, prompt_length, prompt_key)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from megatron_stare.collect.journal import PartialRollouts
@@ -53,7 +53,7 @@ class PromptDispatcher:
         self._ready: list[Group] = []  # of these, those that may be trained
         self._judged: list[Group] = []  # since the last `next_groups`
         self._lock = threading.RLock()
-        self._waiting: list[tuple[Callable[[], bool], Future[None]]] = []
+        self._wanted, self._enough = 0, running_future()  # of the last call of `enough`
         self._failure: BaseException | None = None
 
     def set_step(self, step: int, limit: int, kept: int = 0) -> None:
@@ -74,7 +74,10 @@ class PromptDispatcher:
         rollout.max_generation_rounds rounds of them were judged without filling a batch; it fails
         where sampling failed.
         """
-        return self._when(lambda: len(self._ready) >= count or len(self._judged) >= self._bound)
+        with self._lock:
+            self._wanted, self._enough = count, running_future()
+            self._look()
+            return self._enough
 
     def next_groups(self) -> list[Group]:
         """All groups that were judged since the last time, with and without signal."""
@@ -149,23 +152,14 @@ class PromptDispatcher:
         round_size = rollout.over_sampling_batch_size or rollout.rollout_batch_size
         return self.config.rollout.max_generation_rounds * round_size
 
-    def _when(self, condition: Callable[[], bool]) -> Future[None]:
-        with self._lock:
-            future: Future[None] = running_future()
-            self._waiting.append((condition, future))
-            self._look()
-            return future
-
     def _look(self) -> None:
-        """Complete the futures whose condition holds."""
+        """Complete the future of `enough` if sampling failed or its condition holds."""
+        if self._enough.done():
+            return
         if self._failure is not None:
-            for _, future in self._waiting:
-                future.set_exception(self._failure)
-            self._waiting = []
-        for condition, future in self._waiting:
-            if condition():
-                future.set_result(None)
-        self._waiting = [pair for pair in self._waiting if not pair[1].done()]
+            self._enough.set_exception(self._failure)
+        elif len(self._ready) >= self._wanted or len(self._judged) >= self._bound:
+            self._enough.set_result(None)
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error

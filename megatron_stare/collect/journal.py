@@ -298,7 +298,7 @@ class Journal:
                 raise
             self._unwritten.popleft()
 
-    def _safely(self, work: Any) -> None:
+    def _safely(self, work: Callable[[], object]) -> None:
         """Run `work`; an OSError, of a full or broken disk, is a warning once."""
         try:
             work()
@@ -313,20 +313,11 @@ class Journal:
 
     def _read(self, file: Path) -> list[_Entry]:
         """All valid entries; one warning per file counts the others."""
-        found: list[_Entry] = []
-        invalid: list[InvalidBytes] = []
-        content = b""
-
-        def read() -> None:
-            nonlocal content
-            content = file.read_bytes()
-
-        self._safely(read)
-        for entry in _entries(content):
-            if isinstance(entry, InvalidBytes):
-                invalid.append(entry)
-            else:
-                found.append(entry)
+        contents: list[bytes] = []
+        self._safely(lambda: contents.append(file.read_bytes()))
+        entries = [entry for content in contents for entry in _entries(content)]
+        found = [entry for entry in entries if not isinstance(entry, InvalidBytes)]
+        invalid = [entry for entry in entries if isinstance(entry, InvalidBytes)]
         if invalid:
             self.skipped += len(invalid)
             log.warning(
@@ -334,7 +325,7 @@ class Journal:
                 "skipped, and their rollouts sampled again",
                 file,
                 len(invalid),
-                len(invalid) + len(found),
+                len(entries),
                 *invalid[0],
             )
         return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -46,13 +46,9 @@ class RolloutWorkers:
     # batch. So this many prompts are assigned as one block, for any number of workers; 1: no
     # blocks.
     together: int = 1
-    close_all: Callable[[], None] | None = None  # replaces closing the workers one by one
 
     def close(self) -> None:
         """End this rank's workers."""
-        if self.close_all is not None:
-            self.close_all()
-            return
         for worker in self.own:
             worker.close()
 

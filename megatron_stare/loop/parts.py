@@ -49,7 +49,8 @@ def build_engine(
             raise UserError(
                 f"rollout.engine=sglang needs {error.name}; install megatron-stare[sglang]"
             ) from None
-        return with_tools(ServedEngine(config, tokenizer, topology, workers), config, tokenizer)
+        announce = workers.announce if workers else None
+        return with_tools(ServedEngine(config, tokenizer, topology, announce), config, tokenizer)
     engine = embedded_engine(config, tokenizer, topology.world_size)
     if workers is not None:
         engine.follower = workers.load_weights

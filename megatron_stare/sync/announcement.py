@@ -10,9 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Protocol
 
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.pool_replica import Report, ServerView, Snapshot
@@ -20,21 +19,15 @@ from megatron_stare.rollout.sglang.pool_replica import Report, ServerView, Snaps
 LOOK_SECONDS = 0.25
 ANSWER_SECONDS = 10.0  # for a worker's answer; the worker's owner ends one that stands still
 REPEAT_SECONDS = 5.0  # so that a worker that took a server for dead learns that it is not
-
-
-class WorkerClients(Protocol):
-    """The worker processes, as clients of the servers."""
-
-    def announce(self, snapshot: Snapshot) -> Sequence[Future[Report | None]]:
-        """Send the snapshot to every process; None where one died or has not started."""
-        ...
+# Sends the snapshot to every worker process; None: one died or has not started.
+Announce = Callable[[Snapshot], Sequence[Future[Report | None]]]
 
 
 class Announcer:
     """Sends the state of a pool to all worker processes, from a thread, until it is closed."""
 
-    def __init__(self, pool: SGLangPool, workers: WorkerClients) -> None:
-        self.pool, self.workers = pool, workers
+    def __init__(self, pool: SGLangPool, announce: Announce) -> None:
+        self.pool, self._announce = pool, announce
         self._lock = threading.Lock()
         self._sent: Snapshot | None = None
         self._counts: dict[int, dict[str, float]] = {}  # by process
@@ -47,7 +40,7 @@ class Announcer:
         with self._lock:
             self._sent = snapshot_of(self.pool)
             busy: Counter[str] = Counter()
-            answers = self.workers.announce(self._sent)
+            answers = self._announce(self._sent)
             wait(answers, ANSWER_SECONDS)
             for answer in answers:
                 if not answer.done():  # any server may have its requests

@@ -46,10 +46,7 @@ from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model, Server, read_config
 from megatron_stare.rollout.sglang.weights import WeightMismatch
 from megatron_stare.rollout.stops import stop_ids
-from megatron_stare.sync.announcement import (
-    Announcer,
-    WorkerClients,
-)
+from megatron_stare.sync.announcement import Announce, Announcer
 from megatron_stare.sync.broadcast import BroadcastTransport
 from megatron_stare.sync.delta.transport import RelayTransport
 from megatron_stare.sync.disk import DiskTransport
@@ -77,9 +74,9 @@ class ServedEngine:
         config: Config,
         tokenizer: PreTrainedTokenizerBase,
         topology: Topology,
-        workers: WorkerClients | None = None,
+        announce: Announce | None = None,
     ) -> None:
-        """`workers`: processes that send requests to the same servers, and learn their state."""
+        """`announce` reports the servers' state to processes that send requests to them too."""
         self.topology, self.version, self.sources = topology, -1, 1
         self.colocated = config.sglang.colocated
         self._hands_out = self.colocated and config.sglang.transport == "tensor"
@@ -90,10 +87,10 @@ class ServedEngine:
         self._progress: object = None  # at the last look
         self._encoded = encoded_matrices(config)
         self._adapted: AdaptedWeights | None = None  # where servers apply adapters
-        self._on_first(lambda: self._start(config, tokenizer, workers))
+        self._on_first(lambda: self._start(config, tokenizer, announce))
 
     def _start(
-        self, config: Config, tokenizer: PreTrainedTokenizerBase, workers: WorkerClients | None
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, announce: Announce | None
     ) -> None:
         directory = Path(config.run.dir)
         model = served_model(config, tokenizer)
@@ -102,7 +99,7 @@ class ServedEngine:
         self.pool = SGLangPool(config.sglang, model, directory / "servers", keeps_cache=kept)
         self._sync = make_sync(self.pool, config.sglang, model.directory, directory / "weights")
         self._started = self.pool.start()
-        self._announcer = Announcer(self.pool, workers) if workers else None
+        self._announcer = Announcer(self.pool, announce) if announce else None
 
     def submit(
         self, requests: Sequence[Request], params: SamplingParams

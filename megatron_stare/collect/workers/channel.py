@@ -26,8 +26,13 @@ CLOSE_SECONDS = 10.0
 Payload = mmap.mmap | bytes
 
 
+def described(error: BaseException) -> tuple[str, str]:
+    """An error for another process: its type's name and its text."""
+    return type(error).__name__, str(error)
+
+
 def error_of(name: str, text: str) -> Exception:
-    """The error that another process raised; a UserError stays one."""
+    """The error that another process has `described`; a UserError stays one."""
     if name == "UserError":
         return UserError(text)
     return EngineError(text if name == "EngineError" else f"{name}: {text}")
@@ -73,6 +78,12 @@ class Channel:
                 self._connection.send_bytes(content)
                 if mapped is not None:
                     send_handle(self._connection, mapped.fileno(), 0)
+
+    def poll(self, seconds: float | None) -> bool:
+        """Whether there is a message, or the end of the connection, within this time; None: wait
+        until there is.
+        """
+        return self._connection.poll(seconds)
 
     def receive(self) -> tuple[Any, Payload]:
         """The next message and its payload (b"" without one). EOFError, OSError: the connection has

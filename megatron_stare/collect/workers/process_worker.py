@@ -32,9 +32,7 @@ from megatron_stare.collect.rollout_worker import Resampling, resolve, running_f
 from megatron_stare.collect.workers.channel import Channel, Payload, error_of, memory_of
 from megatron_stare.collect.workers.worker_main import (
     BEAT,
-    BROKEN,
     DONE,
-    FAILED,
     FATAL,
     GROUP,
     Opening,
@@ -49,7 +47,7 @@ from megatron_stare.rollout.sglang.pool_replica import Report, Snapshot
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 30.0  # for a process to end
-BEAT_SECONDS = 1.0  # between two questions to a process
+BEAT_SECONDS = 1.0  # without a message, until the process is asked for one
 STALL_FRACTION = 0.5  # of run.hang_timeout: the replacement comes before the watchdog ends the run
 START_SECONDS = 600.0  # at least, for the first answer
 MOST_DEATHS = 3  # in a row, without a single group in between
@@ -217,35 +215,6 @@ class ProcessWorker:
                 self.settings.number,
             )
 
-    def watch(self, seconds: float) -> None:
-        """Ask the process for a beat, and kill it where it owes one for too long. The caller calls
-        this every `seconds`. Seconds are counted by calls: while this process stands still itself,
-        no time passes.
-        """
-        with self._lock:
-            if self._channel is None or self._closed:
-                return
-            if not self._asked:
-                self._asked, self._owed = True, 0.0
-                self._send("beat")
-                return
-            self._owed += seconds
-            patience = self.settings.config.run.hang_timeout * STALL_FRACTION
-            if self._owed <= (patience if self._is_up else max(patience, START_SECONDS)):
-                return
-            self._owed = 0.0
-            calls = [method for method, *_ in self._calls.values()]
-        log.warning(
-            "worker process %d has not answered for %g s (run.hang_timeout=%g); it is "
-            "killed. Waiting for it: %s",
-            self.settings.number,
-            patience,
-            self.settings.config.run.hang_timeout,
-            ", ".join([*calls, f"{self.in_flight} prompts"]),
-        )
-        heartbeat.moved()  # its replacement gets time
-        self.process.kill()
-
     # --- to the process; called with the lock held
 
     def _send(self, method: str, *arguments: Any, payload: BinaryIO | None = None) -> None:
@@ -333,9 +302,13 @@ class ProcessWorker:
             self._channel = channel
             self._is_up, self._asked, self._owed = False, False, 0.0
             self._send_all()
+        silence = BEAT_SECONDS if self.settings.config.run.hang_timeout else None
         with contextlib.suppress(EOFError, OSError):
             while True:
-                groups += self._receive(*channel.receive())
+                if channel.poll(silence):
+                    groups += self._receive(*channel.receive())
+                else:
+                    self._watch()
         with self._lock:
             self._channel = None
         self.process.join(PATIENCE_SECONDS)
@@ -349,6 +322,35 @@ class ProcessWorker:
         if self._closed:
             self._fail(EngineError("the worker process was closed"))
         return groups
+
+    def _watch(self) -> None:
+        """After BEAT_SECONDS without a message: ask the process for a beat, or kill it where it
+        owes one for too long. Time is counted by these calls: while this process stands still
+        itself, none passes.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            if not self._asked:
+                self._asked, self._owed = True, 0.0
+                self._send("beat")
+                return
+            calls = [method for method, *_ in self._calls.values()]
+        self._owed += BEAT_SECONDS
+        patience = self.settings.config.run.hang_timeout * STALL_FRACTION
+        if self._owed <= (patience if self._is_up else max(patience, START_SECONDS)):
+            return
+        self._owed = 0.0
+        log.warning(
+            "worker process %d has not answered for %g s (run.hang_timeout=%g); it is "
+            "killed. Waiting for it: %s",
+            self.settings.number,
+            patience,
+            self.settings.config.run.hang_timeout,
+            ", ".join([*calls, f"{self.in_flight} prompts"]),
+        )
+        heartbeat.moved()  # its replacement gets time
+        self.process.kill()
 
     def _send_all(self) -> None:
         """Bring a new process to the state that the last one had."""
@@ -381,25 +383,23 @@ class ProcessWorker:
             self._asked = False
             if rest[0]:
                 heartbeat.moved()
-        elif kind in (DONE, FAILED):
-            number, *value = rest
-            with self._lock:
-                method, _, future = self._calls.pop(number)
-            if kind == FAILED:
-                future.set_exception(error_of(*value))
-            else:
-                future.set_result(payload if method == "partial_rollouts" else value[0])
-            return method == "evaluate"
         elif kind == FATAL:
             self._fail(error_of(*rest))
-        elif kind == BROKEN:
-            index, name, text, counts = rest
-            self._resolve(index, counts, error_of(name, text))
+        elif kind == DONE:
+            number, value, error = rest
+            with self._lock:
+                method, _, future = self._calls.pop(number)
+            if error is not None:
+                future.set_exception(error_of(*error))
+            else:
+                future.set_result(payload if method == "partial_rollouts" else value)
+            return method == "evaluate"
         elif kind == GROUP:
-            index, counts = rest
-            heartbeat.moved()
-            self._resolve(index, counts, payload)
-            return 1
+            index, counts, error = rest
+            self._resolve(index, counts, payload if error is None else error_of(*error))
+            if error is None:
+                heartbeat.moved()
+                return 1
         return 0
 
     def _resolve(self, index: int, counts: Mapping[str, int], outcome: Payload | Exception) -> None:

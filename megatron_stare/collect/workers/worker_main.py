@@ -32,7 +32,7 @@ from megatron_stare.collect.journal import (
 )
 from megatron_stare.collect.local_worker import LocalWorker
 from megatron_stare.collect.rollout_worker import Resampling, is_streamed
-from megatron_stare.collect.workers.channel import Channel, Payload, memory_of
+from megatron_stare.collect.workers.channel import Channel, Payload, described, memory_of
 from megatron_stare.config import Config
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.reporting import heartbeat
@@ -40,9 +40,9 @@ from megatron_stare.rollout.engine import Engine
 from megatron_stare.rollout.sglang.pool_replica import PoolReplica
 from megatron_stare.scoring.judge import Judge
 
-# Kinds of messages to the trainer.
-GROUP, BROKEN, DONE, FAILED, FATAL = "group", "broken", "done", "failed", "fatal"
-BEAT = "beat"  # the process answers
+# Kinds of messages to the trainer: a prompt's judged group, the answer to a call (each with an
+# error, or None), the error of a process that cannot start, a sign that the process works.
+GROUP, DONE, FATAL, BEAT = "group", "done", "fatal", "beat"
 _MOVED_SECONDS = 0.5  # since the last movement, at a look: it was seen by this look
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -97,7 +97,7 @@ def main(connection: Connection, settings: WorkerSettings) -> None:
     try:
         worker = WorkerProcess(settings, channel)
     except Exception as error:
-        channel.send((FATAL, type(error).__name__, str(error)))
+        channel.send((FATAL, *described(error)))
         channel.close()
         return
     with contextlib.closing(worker), heartbeat.waiting():
@@ -136,13 +136,13 @@ class WorkerProcess:
             self.parts.plain.load_weights(list(_tensors(arguments[1], payload)), arguments[0])
         elif method == "servers":
             assert self.parts.pool is not None, "only a run on servers announces them"
-            self.channel.send((DONE, call, self.parts.pool.update(*arguments)))
+            self._reply(call, self.parts.pool.update(*arguments))
         elif method == "pause":
             paused = self.worker.pause()
-            paused.add_done_callback(lambda _: self.channel.send((DONE, call, None)))
+            paused.add_done_callback(lambda _: self._reply(call))
         elif method == "partial_rollouts":
             partial = partial_frames(self.worker.partial_rollouts())
-            self.channel.send((DONE, call, None), memory_of(partial))
+            self.channel.send((DONE, call, None, None), memory_of(partial))
         elif method == "evaluate":
             self._evaluating.submit(self._evaluate, call, *arguments)
         elif method == "abort":
@@ -184,14 +184,14 @@ class WorkerProcess:
         self._answers = pool.requests.ended if pool is not None else 0
         self.channel.send((BEAT, still < _MOVED_SECONDS or self._answers != before))
 
+    def _reply(self, call: int, value: Any = None) -> None:
+        self.channel.send((DONE, call, value, None))
+
     def _evaluate(self, call: int, *arguments: Any) -> None:
         try:
-            rows = self.parts.evaluate(*arguments, f"worker_{self.settings.number}")
+            self._reply(call, self.parts.evaluate(*arguments, f"worker_{self.settings.number}"))
         except Exception as error:
-            answer: tuple[Any, ...] = (FAILED, call, type(error).__name__, str(error))
-        else:
-            answer = (DONE, call, rows)
-        self.channel.send(answer)
+            self.channel.send((DONE, call, None, described(error)))
 
     def _start(
         self, partial: Payload, prompts: list[Prompt], resampling: Resampling | None
@@ -204,11 +204,10 @@ class WorkerProcess:
         """Send a judged group, or the error that ended it."""
         error, counts = done.exception(), dict(self.worker.counts())
         if error is not None:
-            self.channel.send((BROKEN, index, type(error).__name__, str(error), counts))
+            self.channel.send((GROUP, index, counts, described(error)))
             return
         rollouts = [each for each in done.result().rollouts if isinstance(each, Rollout)]
-        parts = [frame(rollout) for rollout in rollouts]
-        self.channel.send((GROUP, index, counts), memory_of(parts))
+        self.channel.send((GROUP, index, counts, None), memory_of(map(frame, rollouts)))
 
 
 def divided(config: Config, count: int) -> Config:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from megatron_stare.collect.journal import journal_directory, start_attempt
 from megatron_stare.collect.rounds import RolloutWorkers, decoded_together
 from megatron_stare.collect.workers.channel import memory_of
-from megatron_stare.collect.workers.process_worker import BEAT_SECONDS, ProcessWorker, Weights
+from megatron_stare.collect.workers.process_worker import ProcessWorker, Weights
 from megatron_stare.collect.workers.worker_main import WorkerParts, WorkerSettings
 from megatron_stare.config import Config
 from megatron_stare.policy.topology import Topology
@@ -49,14 +48,6 @@ class WorkerProcesses:
             )
             for number in range(count)
         ]
-        self._closed = threading.Event()
-        if self.workers and config.run.hang_timeout:
-            threading.Thread(target=self._watch, name="worker-watch", daemon=True).start()
-
-    def _watch(self) -> None:
-        while not self._closed.wait(BEAT_SECONDS):
-            for worker in self.workers:
-                worker.watch(BEAT_SECONDS)
 
     def announce(self, snapshot: Snapshot) -> Sequence[Future[Report | None]]:
         """Send every process the state of the servers."""
@@ -95,7 +86,6 @@ class WorkerProcesses:
 
     def close(self) -> None:
         """End the processes."""
-        self._closed.set()
         for worker in self.workers:
             worker.close()
 

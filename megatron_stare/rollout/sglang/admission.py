@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import heapq
 import itertools
@@ -17,7 +18,6 @@ from megatron_stare.rollout.sglang.server import Server
 # A prompt stays on its server while that server has at most SLACK times the mean number of requests
 # in flight, plus ROOM.
 SLACK, ROOM = 1.25, 8
-_KEPT_ORDERS = 4096
 
 
 def prefix_of(request: Request) -> tuple[int, ...]:
@@ -32,31 +32,22 @@ def _order(request: Request) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(-word for word in request.seed[1:2]), request.seed
 
 
-class Affinity:
-    """Sends requests with the same prefix (rollouts of a prompt, turns of an episode) to the server
-    that has this prefix in its cache.
+def preferred(free: Sequence[Server], prefix: tuple[int, ...]) -> Server:
+    """The free server that probably has this prefix (of the rollouts of a prompt, the turns of an
+    episode) in its cache.
 
     Rendezvous hashing with bounded loads (arXiv 1608.01350): every prompt ranks the servers in an
     order of its own, the same in every process. The first server that is not too busy is taken.
     """
+    mean = (1 + sum(server.in_flight for server in free)) / len(free)
+    ready = [server for server in free if server.in_flight < SLACK * mean + ROOM]
+    return min(ready, key=lambda server: rank(server.name, prefix))
 
-    def __init__(self) -> None:
-        self._orders: dict[tuple[int, ...], dict[str, bytes]] = {}
 
-    def choose(self, free: Sequence[Server], prefix: tuple[int, ...]) -> Server:
-        """One of the free servers."""
-        mean = (1 + sum(server.in_flight for server in free)) / len(free)
-        ready = [server for server in free if server.in_flight < SLACK * mean + ROOM]
-        return min(ready, key=lambda server: self.rank(server.name, prefix))
-
-    def rank(self, name: str, prefix: tuple[int, ...]) -> bytes:
-        """The prompt prefers the server with the lowest rank."""
-        if len(self._orders) >= _KEPT_ORDERS:
-            self._orders.clear()
-        order = self._orders.setdefault(prefix, {})
-        if name not in order:
-            order[name] = hashlib.blake2b(f"{prefix} {name}".encode()).digest()
-        return order[name]
+@functools.lru_cache(1 << 16)
+def rank(name: str, prefix: tuple[int, ...]) -> bytes:
+    """The prompt prefers the server with the lowest rank."""
+    return hashlib.blake2b(f"{prefix} {name}".encode()).digest()
 
 
 class Admission:
@@ -86,7 +77,6 @@ class Admission:
         self.version = -1
         self.failure: BaseException | None = None  # why the pool gave up
         self.elsewhere: Mapping[str, int] = {}
-        self.affinity = Affinity()
         self._waiting: list[tuple[Any, int, asyncio.Future[None]]] = []  # a heap
         self._arrivals = itertools.count()  # decides between equal seeds
 
@@ -152,7 +142,7 @@ class Admission:
             if free:
                 others = [server for server in free if server is not failed] or free
                 wanted = [server for server in free if server is own]
-                chosen = self.affinity.choose(wanted or others, prefix_of(request))
+                chosen = preferred(wanted or others, prefix_of(request))
                 chosen.in_flight += 1
                 return chosen
             await self._turn(request)

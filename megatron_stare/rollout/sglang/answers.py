@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import time
 from collections.abc import Collection, Sequence
@@ -48,57 +47,24 @@ class Answer:
 
 
 _DRAFTS = ("proposed", "correct")  # as SGLang names them
-_PAIRS = b'"output_token_logprobs":'  # in a text its quotation marks would be escaped
-# The bytes between the id of one token and the log-prob of the next, and those after the last id.
-_BETWEEN = ((b",null],[", b",null]]"), (b", null], [", b", null]]"))
-
-
-class Pairs(NamedTuple):
-    """The numbers of SGLang's [log-prob, id, null] lists, without the lists: log-prob, id, ..."""
-
-    numbers: list[Any]
-
 
 NOTHING = Answer(numpy.zeros(0, numpy.int32), numpy.zeros(0, numpy.float32), "aborted", "")
 
 
 def decoded(content: bytes) -> Any:
-    """The JSON's value; the lists [log-prob, id, null] as `Pairs`, if they have the usual form.
-    ValueError: the content is not JSON, or is nested too deeply to be an answer.
+    """The JSON's value. ValueError: the content is not JSON, or is nested too deeply to be an
+    answer.
 
-    To make objects of these lists takes most of the time of an answer. orjson needs a third of the
-    time of the standard library, which in turn reads NaN and Infinity: SGLang writes them when a
-    model's probabilities are not numbers.
+    orjson needs a third of the time of the standard library, which in turn reads NaN and Infinity:
+    SGLang writes them when a model's probabilities are not numbers.
     """
     try:
-        found = _with_pairs(content)
-        return orjson.loads(content) if found is None else found
+        return orjson.loads(content)
     except orjson.JSONDecodeError:
         try:
             return json.loads(content)
         except RecursionError:
             raise ValueError("the JSON is nested too deeply") from None
-
-
-def _with_pairs(content: bytes) -> Any:
-    """The value with `Pairs`, cut out of the bytes and read as one flat list. None: the lists are
-    missing or of another form, or the request was aborted.
-    """
-    begin = content.find(_PAIRS) + len(_PAIRS)
-    end = content.rfind(b"]]") + 2
-    pairs = content[begin:end].lstrip()
-    for between, after in _BETWEEN if begin >= len(_PAIRS) else ():
-        if not pairs.startswith(b"[[") or not pairs.endswith(after):
-            continue
-        flat = b"[%b]" % pairs[2 : -len(after)].replace(between, b",")
-        with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
-            answer = orjson.loads(b"".join([content[:begin], b"[]", content[end:]]))
-            numbers, meta = orjson.loads(flat), answer["meta_info"]
-            ended = meta["finish_reason"] or {}
-            if len(numbers) == 2 * len(answer["output_ids"]) and ended.get("type") != "abort":
-                meta["output_token_logprobs"] = Pairs(numbers)
-                return answer
-    return None
 
 
 def read_answer(
@@ -121,11 +87,7 @@ def read_answer(
             if kind == "abort"
             else meta["output_token_logprobs"]
         )
-        if isinstance(listed, Pairs):
-            logprobs, labels = listed.numbers[::2], listed.numbers[1::2]
-        else:
-            logprobs = [entry[0] for entry in listed]
-            labels = [entry[1] for entry in listed]
+        logprobs, labels = [entry[0] for entry in listed], [entry[1] for entry in listed]
         ids = list(content["output_ids"])
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise FaultyAnswer(f"the answer lacks {error}") from None

@@ -1,4 +1,4 @@
-"""Answers read without an object for every token's list, with the same outcome."""
+"""What is read of a server's answer, and which answers are refused."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import pytest
 from megatron_stare.records import RoutingShape
 from megatron_stare.rollout.engine import FaultyAnswer
 from megatron_stare.rollout.sglang.answers import (
-    Pairs,
     decoded,
     prefill_request,
     read_answer,
     read_prefill,
     routing_of,
 )
-
-SPACED, COMPACT = (", ", ": "), (",", ":")
 
 
 def answer(pairs: list[Any], **changes: Any) -> dict[str, Any]:
@@ -36,35 +33,22 @@ def answer(pairs: list[Any], **changes: Any) -> dict[str, Any]:
     return {"text": text, "output_ids": ids, "meta_info": meta} | changes
 
 
-def drawn(count: int) -> list[Any]:
+@pytest.mark.parametrize("count", [0, 1, 500])
+def test_numbers_are_read_exactly(count: int):
     random = numpy.random.default_rng(count)
     logprobs = [-0.0, -1e-09, -12, 3.5e-05, *(-random.random(count)).tolist()]
-    return [[logprob, place * 7919 % 150_000, None] for place, logprob in enumerate(logprobs)]
-
-
-@pytest.mark.parametrize("separators", [SPACED, COMPACT])
-@pytest.mark.parametrize("count", [0, 1, 500])
-def test_numbers_are_read_exactly(separators: Any, count: int):
-    content = answer(drawn(count))
-    text = json.dumps(content, separators=separators).encode()
-    # its last lists are not those of the tokens: read as they stand
-    assert decoded(text) == content
-    del content["meta_info"]["input_top_logprobs"]
-    found = decoded(json.dumps(content, separators=separators).encode())
-    assert isinstance(found["meta_info"]["output_token_logprobs"], Pairs)
-    fast, slow = read_answer(found), read_answer(content)
-    assert numpy.array_equal(fast.ids, slow.ids) and len(slow.ids) == 4 + count
-    assert fast.logprobs.tobytes() == slow.logprobs.tobytes()
-    assert (fast.status, fast.weight_version) == (slow.status, slow.weight_version)
+    ids = [place * 7919 % 150_000 for place in range(len(logprobs))]
+    content = answer([list(pair) for pair in zip(logprobs, ids, [None] * len(ids), strict=True)])
+    found = read_answer(decoded(json.dumps(content).encode()))
+    assert found.ids.tolist() == ids and found.status == "truncated"
+    assert found.logprobs.tobytes() == numpy.array(logprobs, numpy.float32).tobytes()
 
 
 BROKEN = {
-    "a text": [[-0.5, 3, "x"], [-0.5, 4, None]],
     "a word in the place of a number": [["-0.5", 3, None], [-0.5, 4, None]],
-    "a fraction for an id": [[-0.5, 3.0, None], [-0.5, 4, None]],
+    "a fraction for an id": [[-0.5, 3.5, None], [-0.5, 4, None]],
     "true": [[-0.5, True, None], [-0.5, 4, None]],
     "no number": [[None, 3, None], [-0.5, 4, None]],
-    "four of one": [[-0.5, 3, 9, None], [-0.5, 4, None]],
     "one too many and one too few": [[-0.5, 3, 9, None], [-0.5, None]],
     "another id": [[-0.5, 8, None], [-0.5, 4, None]],
     "too few": [[-0.5, 3, None]],
@@ -73,30 +57,16 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("separators", [SPACED, COMPACT])
 @pytest.mark.parametrize("fault", BROKEN)
-def test_both_decoders_agree_on_broken_answers(fault: str, separators: Any):
+def test_broken_answers_are_refused(fault: str):
     content = answer(BROKEN[fault], output_ids=[3, 4])
-    del content["meta_info"]["input_top_logprobs"]
-    outcomes = []
-    for given in (content, decoded(json.dumps(content, separators=separators).encode())):
-        try:
-            outcomes.append(read_answer(given).ids.tolist())
-        except FaultyAnswer as error:
-            outcomes.append(type(error))
-    assert outcomes[0] == outcomes[1]
+    with pytest.raises(FaultyAnswer):
+        read_answer(decoded(json.dumps(content).encode()))
 
 
-@pytest.mark.parametrize("ending", [{"type": "abort"}, None])
-def test_an_aborted_answer_keeps_its_lists(ending: Any):
-    """The pool may remove tokens from such an answer, so that the lists stay lists."""
-    content = answer(drawn(2))
-    del content["meta_info"]["input_top_logprobs"]
-    content["meta_info"]["finish_reason"] = ending
-    pairs = decoded(json.dumps(content).encode())["meta_info"]["output_token_logprobs"]
-    assert isinstance(pairs, Pairs if ending is None else list)
+def test_half_an_answer_is_no_json():
     with pytest.raises(json.JSONDecodeError):
-        decoded(json.dumps(content).encode()[:-1])
+        decoded(json.dumps(answer([])).encode()[:-1])
 
 
 SHAPE = RoutingShape(layers=(1, 3), top_k=2, experts=8)

@@ -28,7 +28,7 @@ from megatron_stare.rollout.engine import (
     logprobs_of,
 )
 from megatron_stare.rollout.sglang import requests as runner
-from megatron_stare.rollout.sglang.admission import prefix_of
+from megatron_stare.rollout.sglang.admission import prefix_of, rank
 from megatron_stare.rollout.sglang.answers import Answer, Received, read_answer
 from megatron_stare.rollout.sglang.client import ServerFault, ServerInfo
 from megatron_stare.rollout.sglang.pool import SGLangPool
@@ -109,9 +109,7 @@ def clients(pool: SGLangPool) -> list[Any]:
 def in_order(pool: SGLangPool) -> list[Any]:
     """The servers as ASKED is offered to them, with nothing else to do."""
     prefix = prefix_of(ASKED)
-    return sorted(
-        pool.servers, key=lambda server: pool.admission.affinity.rank(server.name, prefix)
-    )
+    return sorted(pool.servers, key=lambda server: rank(server.name, prefix))
 
 
 def scripted(pool: SGLangPool, script: Callable[[Request], Answer | ServerFault | None]) -> None:

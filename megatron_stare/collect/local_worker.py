@@ -5,13 +5,13 @@ prompt started -> rollouts in flight -> each finished and in the journal -> judg
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +68,8 @@ class LocalWorker:
         self._idle: Future[None] | None = None  # the future that `pause` returned
         self._stopped = False
         self._failure: Exception | None = None
-        self._arrived = QueueThread("local-worker", self._fail_all)
+        self._is_open = False  # the journal, by the first `set_step`
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-worker")
 
     def set_step(self, step: int, held: Collection[int] = ()) -> None:
         """The first call opens the journal."""
@@ -138,7 +139,7 @@ class LocalWorker:
 
     def close(self) -> None:
         """End the thread. Closing the engine is its owner's job."""
-        self._arrived.close()
+        self._thread.shutdown()
         if self.journal is not None:
             self.journal.close()
 
@@ -147,12 +148,12 @@ class LocalWorker:
         return self.step - self.config.rollout.staleness_limit
 
     def _open_journal(self, step: int) -> None:
-        if self._arrived.is_running:
+        if self._is_open:
             return
+        self._is_open = True
         if self.journal is not None:
             self.journal.open(step)
             self._counts["journal_lines_skipped"] = self.journal.skipped
-        self._arrived.start()
 
     def _check_idle(self) -> None:
         """Complete `pause` once no request is in flight."""
@@ -173,7 +174,7 @@ class LocalWorker:
             entry.in_flight |= requests
             missing += [(entry, number, request) for number, request in requests.items()]
             if self._is_whole(entry):
-                self._arrived.put(functools.partial(self._judge_when_complete, entry))
+                self.in_turn(functools.partial(self._judge_when_complete, entry))
         if not missing:
             return
         try:
@@ -181,7 +182,7 @@ class LocalWorker:
         except Exception as error:
             for entry in {id(entry): entry for entry, *_ in missing}.values():
                 entry.in_flight.clear()
-                self._arrived.put(functools.partial(self._fail, entry, error))
+                self.in_turn(functools.partial(self._fail, entry, error))
             return
         for (entry, number, _), future in zip(missing, futures, strict=True):
             future.add_done_callback(functools.partial(self._note, entry, number))
@@ -263,7 +264,7 @@ class LocalWorker:
         return requests
 
     def _note(self, entry: _Open, number: int, future: Future[Rollout]) -> None:
-        self._arrived.put(functools.partial(self._receive, entry, number, future))
+        self.in_turn(functools.partial(self._receive, entry, number, future))
 
     def _too_old(self, entry: _Open) -> Sequence[Request]:
         """Requests in flight whose first token is older than rollout.max_staleness allows."""
@@ -273,12 +274,19 @@ class LocalWorker:
             if entry.since[number] < self._oldest
         ]
 
-    def run_in_turn(self, work: Callable[[], None]) -> None:
-        """Run `work` in the thread, after what has arrived; at once while there is no thread."""
-        if self._arrived.is_running:
-            self._arrived.put(work)
-        else:
-            work()
+    def in_turn(self, work: Callable[[], None]) -> None:
+        """Run `work` in the thread, after what has arrived. Its error fails all groups: none that
+        the work would have completed waits for ever.
+        """
+
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._fail_all(error)
+
+        with contextlib.suppress(RuntimeError):  # the worker is closed
+            self._thread.submit(guarded)
 
     def _receive(self, entry: _Open, number: int, future: Future[Rollout]) -> None:
         """Handle a request that has returned: finished, aborted or failed."""
@@ -323,7 +331,7 @@ class LocalWorker:
             self._fail(entry, error)
             return
         judged.add_done_callback(
-            lambda done: self._arrived.put(functools.partial(self._finish, entry, done))
+            lambda done: self.in_turn(functools.partial(self._finish, entry, done))
         )
 
     def _finish(self, entry: _Open, judged: Future[list[Rollout]]) -> None:
@@ -366,43 +374,6 @@ class LocalWorker:
             resolve(entry.group, self._failure)
         if idle is not None:
             idle.set_exception(self._failure)
-
-
-class QueueThread:
-    """A thread that does the work that is put into its queue, in order. What a piece of work raises
-    goes to `failed`, in the thread: no future that this work would have completed stays open.
-    """
-
-    def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
-        self._failed = failed
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it was started and not closed."""
-        return self._thread.is_alive()
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def put(self, work: Callable[[], None]) -> None:
-        """Do this after all that was put before."""
-        self._queue.put(work)
-
-    def close(self) -> None:
-        """End the thread after what was put before."""
-        if self.is_running:
-            self._queue.put(None)
-            self._thread.join()
-
-    def _work(self) -> None:
-        while (work := self._queue.get()) is not None:
-            try:
-                work()
-            except BaseException as error:
-                self._failed(error)
 
 
 def _greedily(params: SamplingParams) -> SamplingParams:

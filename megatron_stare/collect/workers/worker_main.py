@@ -150,7 +150,7 @@ class WorkerProcess:
         elif method == "set_step":
             self.worker.set_step(*arguments)
         elif method == "beat":
-            self.worker.run_in_turn(self._beat)
+            self.worker.in_turn(self._beat)
         elif method == "stop":
             self.worker.stop()
         else:

@@ -51,9 +51,9 @@ from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import server_command
-from megatron_stare.rollout.sglang.weights import buckets, cpu_hash
+from megatron_stare.rollout.sglang.weights import cpu_hash
 from megatron_stare.sync.served_engine import make_sync
-from megatron_stare.sync.weight_sync import flattened
+from megatron_stare.sync.weight_sync import flattened, in_buckets
 from tests.rollout.sglang.idle import sample_all, send_weights
 from tests.rollout.sglang.world import VOCABULARY, make_model, served, sync
 
@@ -227,8 +227,8 @@ def measure_sync(
     """Seconds of the raw broadcasts and of a sync without and with checksums, round by round."""
     weights = load_file(checkpoint / "model.safetensors")
     parts = [
-        flattened(bucket)
-        for bucket, _ in buckets(weights.items(), pool.settings.sync_bucket_mib << 20)
+        flattened(bucket.tensors)
+        for bucket in in_buckets(weights.items(), pool.settings.sync_bucket_mib << 20)
     ]
     sender = make_sync(pool, pool.settings, str(checkpoint), directory / "weights")
     seconds: dict[str, list[float]] = {side: [] for side in SYNC_SIDES}

@@ -126,7 +126,7 @@ def build_worker_parts(config: Config) -> WorkerParts:
     plain: Any = pool or embedded_engine(config, tokenizer)
     engine = with_tools(plain, config, tokenizer)
     examiner = Examiner(config, engine, judge, _wait)
-    return WorkerParts(judge, engine, plain, pool, examiner.problems)
+    return WorkerParts(judge, engine, pool, examiner.problems)
 
 
 def _wait(futures: Sequence[Future[Any]]) -> None:

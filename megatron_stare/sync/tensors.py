@@ -30,8 +30,14 @@ from megatron_stare.config import SGLangConfig, UserError
 from megatron_stare.policy.topology import Node, Topology, this_node
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Server
-from megatron_stare.rollout.sglang.weights import buckets, results
-from megatron_stare.sync.weight_sync import NamedTensors, Transport, WeightBucket, flattened
+from megatron_stare.rollout.sglang.weights import results
+from megatron_stare.sync.weight_sync import (
+    NamedTensors,
+    Transport,
+    WeightBucket,
+    flattened,
+    in_buckets,
+)
 
 # The index of the device's number among the arguments that rebuild a tensor from a CUDA handle.
 _DEVICE_ARGUMENT = 6
@@ -176,7 +182,7 @@ def with_handles(
     givers: `givers_of` the servers that receive the weights.
     """
     count = sum(ranks.count(topology.rank) for ranks in givers)
-    for tensors, last in buckets(weights, size_bytes):
+    for tensors, last, _ in in_buckets(weights, size_bytes):
         flat = flattened(tensors) if count and tensors else None
         # One handle for each receiver: torch counts how often a handle was opened.
         mine = [] if flat is None else [_content(flat, tensors) for _ in range(count)]

@@ -13,7 +13,6 @@ Every transport has one order: start the update, send every bucket, finish, comp
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -32,7 +31,6 @@ from megatron_stare.rollout.sglang.weights import (
     Expected,
     ServerLayout,
     WeightMismatch,
-    buckets,
     bytes_of,
     delta_sections,
     fused_parts,
@@ -98,8 +96,16 @@ def clear_frames(error: BaseException) -> None:
 
 
 def in_buckets(weights: Iterable[tuple[str, Tensor]], size_bytes: int) -> Iterator[WeightBucket]:
-    """The weights in buckets of up to `size_bytes`. Keeps no bucket."""
-    return itertools.starmap(WeightBucket, buckets(weights, size_bytes))
+    """The weights in buckets of up to `size_bytes`, or of one larger tensor. Keeps no bucket."""
+    tensors: NamedTensors = []
+    filled = 0
+    for name, tensor in weights:
+        if tensors and filled + tensor.nbytes > size_bytes:
+            yield WeightBucket(tensors)
+            tensors, filled = [], 0
+        tensors.append((name, tensor))
+        filled += tensor.nbytes
+    yield WeightBucket(tensors, last=True)
 
 
 def flattened(tensors: NamedTensors, room: Tensor | None = None) -> Tensor:

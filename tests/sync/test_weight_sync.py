@@ -23,7 +23,7 @@ from megatron_stare.rollout.sglang.process import own_nccl_version
 from megatron_stare.sync import broadcast
 from megatron_stare.sync.broadcast import BroadcastTransport, InflightBucket, UpdateGroup
 from megatron_stare.sync.served_engine import make_sync
-from megatron_stare.sync.weight_sync import WeightBucket
+from megatron_stare.sync.weight_sync import WeightBucket, in_buckets
 from tests.rollout.sglang.idle import idle_pool, send_weights, tiny_model
 
 LENGTH = 1 << 18  # of a tensor that fills a bucket: 1 MiB
@@ -75,6 +75,17 @@ def update_group(pool: SGLangPool, members: Any) -> UpdateGroup:
     group.pool, group.servers, group.timeout = pool, [], 600.0
     group.name, group.attempts, group._group = "group", [], members
     return group
+
+
+def test_buckets_hold_the_stream_in_order_and_mark_the_last() -> None:
+    stream = [(str(n), torch.zeros(n + 1)) for n in range(9)]
+    parts = list(in_buckets(iter(stream), 40))
+    assert [name for part, *_ in parts for name, _ in part] == [name for name, _ in stream]
+    assert [last for _, last, _ in parts] == [False] * (len(parts) - 1) + [True]
+    assert all(
+        len(part) == 1 or sum(tensor.nbytes for _, tensor in part) <= 40 for part, *_ in parts
+    )
+    assert [len(part) for part, *_ in parts] == [4, 1, 1, 1, 1, 1]
 
 
 def test_a_bucket_is_sent_while_the_next_is_gathered_and_none_is_kept(tmp_path: Path) -> None:

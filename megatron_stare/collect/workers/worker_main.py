@@ -52,7 +52,6 @@ class WorkerParts(NamedTuple):
 
     judge: Judge
     engine: Engine
-    plain: Any  # the same engine without tools
     pool: PoolReplica | None  # of a run on servers
     evaluate: Callable[..., Any]  # loop/evaluation/examining.py: Examiner.problems
 
@@ -133,7 +132,7 @@ class WorkerProcess:
         elif method == "start":
             self._start(payload, *arguments)
         elif method == "weights":
-            self.parts.plain.load_weights(list(_tensors(arguments[1], payload)), arguments[0])
+            self.parts.engine.load_weights(list(_tensors(arguments[1], payload)), arguments[0])
         elif method == "servers":
             assert self.parts.pool is not None, "only a run on servers announces them"
             self._reply(call, self.parts.pool.update(*arguments))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,23 +63,6 @@ def results(
 
 class WeightMismatch(EngineError):
     """A server holds other weights than it was sent."""
-
-
-def buckets(
-    weights: Iterable[tuple[str, Tensor]], size_bytes: int
-) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
-    """Parts of the stream of up to `size_bytes` (or one larger tensor),
-    each with whether it is the last.
-    """
-    part: list[tuple[str, Tensor]] = []
-    filled = 0
-    for name, tensor in weights:
-        if part and filled + tensor.nbytes > size_bytes:
-            yield part, False
-            part, filled = [], 0
-        part.append((name, tensor))
-        filled += tensor.nbytes
-    yield part, True
 
 
 def fused_parts(config: Mapping[str, Any]) -> _Fused:

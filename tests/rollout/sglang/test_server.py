@@ -21,9 +21,9 @@ from megatron_stare.rollout.engine import Request, SamplingParams, State, genera
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.server import Server
-from megatron_stare.rollout.sglang.weights import Expected, WeightMismatch, buckets
+from megatron_stare.rollout.sglang.weights import Expected, WeightMismatch
 from megatron_stare.sync.tensors import by_value
-from megatron_stare.sync.weight_sync import WeightBucket, WeightSync
+from megatron_stare.sync.weight_sync import WeightBucket, WeightSync, in_buckets
 from tests.rollout.sglang.idle import sample_all, send_weights
 from tests.rollout.sglang.proxy import Proxy
 from tests.rollout.sglang.world import (
@@ -87,7 +87,7 @@ def test_new_weights_are_sampled_from_and_verified(
 ):
     """Buckets of 1 MiB divide the 2.2 MB model; the last one carries the new version."""
     other = make_model(tmp_path / "other", "qwen2", seed=7)
-    parts = list(buckets(load_file(other / "model.safetensors").items(), bucket_mib << 20))
+    parts = list(in_buckets(load_file(other / "model.safetensors").items(), bucket_mib << 20))
     assert len(parts) == (3 if bucket_mib == 1 else 1)
     with attached(
         [server.url], checkpoint, tmp_path, sync_method=method, sync_bucket_mib=bucket_mib

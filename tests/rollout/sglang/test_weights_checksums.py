@@ -15,7 +15,6 @@ from megatron_stare.rollout.sglang.weights import (
     Expected,
     ServerLayout,
     WeightMismatch,
-    buckets,
     cpu_hash,
     fused_parts,
     precise_weights,
@@ -30,17 +29,6 @@ def test_an_answer_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch):
     assert results([done], 0.01) == [7]
     with pytest.raises(EngineError, match="1 of 2 servers' answers have not ended"):
         results([done, Future()], 0.01)
-
-
-def test_buckets_hold_the_stream_in_order_and_mark_the_last():
-    stream = [(str(n), torch.zeros(n + 1)) for n in range(9)]
-    parts = list(buckets(iter(stream), 40))
-    assert [name for part, _ in parts for name, _ in part] == [name for name, _ in stream]
-    assert [last for _, last in parts] == [False] * (len(parts) - 1) + [True]
-    assert all(
-        len(part) == 1 or sum(tensor.nbytes for _, tensor in part) <= 40 for part, _ in parts
-    )
-    assert [len(part) for part, _ in parts] == [4, 1, 1, 1, 1, 1]
 
 
 def weights() -> dict[str, torch.Tensor]:

@@ -8,14 +8,13 @@ torch.distributed's group creation uses on the servers' side.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import logging
 import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -232,16 +231,18 @@ class BroadcastTransport(Transport):
         last, self.inflight = self.inflight, None
         if last is None:
             return
-        with self._closed_on_failure():
-            try:
-                wait_for(last.sent.done, last.answers, last.timeout, "a broadcast of weights")
-                last.sent.result()
-            except dist.DistBackendError as error:
-                raise EngineError(
-                    f"rank 0's broadcast of weights over NCCL to {', '.join(last.answers)} failed "
-                    f"({_first_line(error)}); see the servers' logs, or set sglang.sync_method=disk"
-                ) from error
+        try:
+            wait_for(last.sent.done, last.answers, last.timeout, "a broadcast of weights")
+            last.sent.result()
             results(list(last.answers.values()), last.timeout)
+        except BaseException as error:
+            self._close()  # the group's members disagree about the next operation
+            if not isinstance(error, dist.DistBackendError):
+                raise
+            raise EngineError(
+                f"rank 0's broadcast of weights over NCCL to {', '.join(last.answers)} failed "
+                f"({_first_line(error)}); see the servers' logs, or set sglang.sync_method=disk"
+            ) from error
 
     def abandon(self, error: Exception) -> None:
         """A bucket in flight is left to its group, which is not used again."""
@@ -263,14 +264,6 @@ class BroadcastTransport(Transport):
                 " nvidia-nccl in both environments, or set sglang.sync_method",
                 reason,
             )
-
-    @contextlib.contextmanager
-    def _closed_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._close()  # its members disagree about the next operation
-            raise
 
     def _close(self) -> None:
         group, self.group = self.group, None

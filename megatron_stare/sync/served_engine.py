@@ -223,13 +223,8 @@ class ServedEngine:
 
     def _say(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> Message:
         """This rank's message, after some seconds at most."""
-        if self.pool is not None:
-            return self._next_message(futures)
-        return "done"  # requests and worker processes belong to rank 0
-
-    def _next_message(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> Message:
-        """The message of rank 0, after some seconds at most."""
-        assert self.pool is not None
+        if self.pool is None:
+            return "done"  # requests and worker processes belong to rank 0
         deadline = time.monotonic() + HEARTBEAT_SECONDS
         while time.monotonic() < deadline:
             if not self._started.done():
@@ -375,8 +370,6 @@ def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
             f"policy.hf_checkpoint={checkpoint} is a Megatron checkpoint, from which no SGLang "
             "server can start; convert megatron-to-hf first, or set rollout.engine=embedded"
         )
-    dtype, stops = _DTYPES[config.policy.dtype], stop_ids(checkpoint, tokenizer)
-    routed = config.policy.routing_replay == "rollout"
     content, encoded, start = read_config(checkpoint), encoded_matrices(config), ""
     if encoded:
         start = str(Path(config.run.dir) / "servers" / "fp8_model")
@@ -388,12 +381,21 @@ def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
             f"that start from it, but sglang.weights={config.sglang.weights} sends them others; "
             "convert it hf-to-megatron and back, which gives bf16, or set sglang.weights=fp8"
         )
-    fp32_logits = config.policy.fp32_logits and config.policy.dtype != "fp32"
     adapters: dict[str, Any] = {}
     if config.adapters.apart:
         adapters = peft_config(read_hf_config(checkpoint), config.adapters, checkpoint)
-    served = (content, routed, fp32_logits, encoded, start, adapters)
-    return Model(checkpoint, dtype, tokenizer, stops, *served)
+    return Model(
+        checkpoint,
+        _DTYPES[config.policy.dtype],
+        tokenizer,
+        stop_ids(checkpoint, tokenizer),
+        content,
+        routed_experts=config.policy.routing_replay == "rollout",
+        fp32_logits=config.policy.fp32_logits and config.policy.dtype != "fp32",
+        encoded=encoded,
+        start=start,
+        adapters=adapters,
+    )
 
 
 def encoded_matrices(config: Config) -> frozenset[str]:

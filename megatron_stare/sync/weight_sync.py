@@ -32,9 +32,6 @@ from megatron_stare.rollout.sglang.weights import (
     ServerLayout,
     WeightMismatch,
     bytes_of,
-    delta_sections,
-    fused_parts,
-    precise_weights,
     results,
 )
 from megatron_stare.sync.delta.encoding import Words, words_of
@@ -334,12 +331,7 @@ class WeightSync:
 
     def _expected(self, servers: Sequence[Server]) -> dict[ServerLayout, Expected]:
         config = self.pool.model.config
-        heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts = next((int(config[name]) for name in names if config.get(name)), 0)
-        own = (fused_parts(config), precise_weights(config), delta_sections(config))
-        rest = (heads, experts, *own)
-        return {server.layout: Expected(server.layout, *rest) for server in servers}
+        return {server.layout: Expected(server.layout, config) for server in servers}
 
     def _all(self, servers: Sequence[Server], work: Any) -> list[Any]:
         """The answers of all servers, asked at once, in order."""

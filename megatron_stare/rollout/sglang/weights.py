@@ -102,20 +102,16 @@ class Expected:
     built as the tensors pass.
     """
 
-    def __init__(
-        self,
-        layout: ServerLayout,
-        key_value_heads: int,
-        experts: int = 0,
-        fused: _Fused = _GATED | _GROUPED,
-        precise: tuple[str, ...] = (_ROUTER_BIAS,),
-        sections: tuple[int, ...] = (),
-    ) -> None:
-        self.layout, self.key_value_heads, self.experts = layout, key_value_heads, experts
-        self.sections = sections
-        self.precise = precise
-        self._parts = fused
-        self._fused = {part: module for module, parts in fused.items() for part in parts}
+    def __init__(self, layout: ServerLayout, config: Mapping[str, Any]) -> None:
+        """`config`: the model's config.json."""
+        self.layout = layout
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        self.key_value_heads = int(heads)
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        self.experts = next((int(config[name]) for name in names if config.get(name)), 0)
+        self.sections, self.precise = delta_sections(config), precise_weights(config)
+        self._parts = fused_parts(config)
+        self._fused = {part: module for module, parts in self._parts.items() for part in parts}
         # On a GPU a sum stays there until the servers have answered: no tensor waits for its hash.
         self._sums: list[dict[str, str | Tensor]] = [{} for _ in range(layout.tensor_size)]
         self._waiting: dict[str, dict[str, Tensor]] = {}

@@ -104,7 +104,7 @@ def test_new_weights_are_sampled_from_and_verified(
 @pytest.mark.skipif(not CHECKSUMS, reason="this SGLang computes no checksums")
 def test_a_wrong_tensor_is_named(pool: SGLangPool, one: Server, checkpoint: Path):
     weights = load_file(checkpoint / "model.safetensors")
-    expected = Expected(one.layout, key_value_heads=2)
+    expected = Expected(one.layout, {"num_key_value_heads": 2})
     for name, tensor in weights.items():
         expected.add(name, tensor)
     expected.check(one.name, pool.run(one.client.checksums(60)).result())

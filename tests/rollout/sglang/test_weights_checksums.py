@@ -17,7 +17,6 @@ from megatron_stare.rollout.sglang.weights import (
     WeightMismatch,
     cpu_hash,
     fused_parts,
-    precise_weights,
     results,
 )
 
@@ -29,6 +28,9 @@ def test_an_answer_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch):
     assert results([done], 0.01) == [7]
     with pytest.raises(EngineError, match="1 of 2 servers' answers have not ended"):
         results([done, Future()], 0.01)
+
+
+EXPERTS = {"num_key_value_heads": 2, "num_experts": 2}
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -61,7 +63,7 @@ def answer_of(expected: Expected) -> list[dict[str, Any]]:
 
 def test_fused_and_split_weights_are_hashed_as_the_ranks_hold_them():
     sent, layer = weights(), "model.layers.0."
-    expected = Expected(ServerLayout(2, torch.bfloat16, on_gpu=False), key_value_heads=1)
+    expected = Expected(ServerLayout(2, torch.bfloat16, on_gpu=False), {"num_key_value_heads": 1})
     for name, tensor in reversed(sent.items()):  # the order of the parts must not matter
         expected.add(name, tensor)
     half = {name: tensor.bfloat16() for name, tensor in sent.items()}
@@ -104,9 +106,14 @@ def test_latent_attention_and_routers_are_hashed_as_the_ranks_hold_them():
     sent = {f"{layer}{name}": torch.randn(shape, generator=dice) for name, shape in shapes.items()}
     half = {name.removeprefix(layer): tensor.bfloat16() for name, tensor in sent.items()}
     for model, rank in itertools.product(("glm4_moe_lite", "deepseek_v3"), range(2)):
-        config = {"model_type": model, "kv_lora_rank": 6, "q_lora_rank": 6}
+        config = {
+            "model_type": model,
+            "kv_lora_rank": 6,
+            "q_lora_rank": 6,
+            "num_attention_heads": 2,
+        }
         layout = ServerLayout(2, torch.bfloat16, on_gpu=False)
-        expected = Expected(layout, 2, 0, fused_parts(config), precise_weights(config))
+        expected = Expected(layout, config)
         for name, tensor in sent.items():
             expected.add(name, tensor)
         q_b = half["self_attn.q_b_proj.weight"].chunk(2)[rank]
@@ -135,7 +142,9 @@ def test_a_layers_experts_are_two_tensors_and_on_a_gpu_not_compared():
         for number in range(2)
         for part, shape in (("gate", (64, 8)), ("up", (64, 8)), ("down", (8, 64)))
     }
-    expected = Expected(ServerLayout(2, torch.float32, on_gpu=False), key_value_heads=2, experts=2)
+    expected = Expected(
+        ServerLayout(2, torch.float32, on_gpu=False), {"num_key_value_heads": 2, "num_experts": 2}
+    )
     for name, tensor in reversed(sent.items()):
         expected.add(name, tensor)
     for rank in range(2):
@@ -150,7 +159,9 @@ def test_a_layers_experts_are_two_tensors_and_on_a_gpu_not_compared():
             f"{place}.w13_weight": cpu_hash(torch.cat(gates_ups)),
             f"{place}.w2_weight": cpu_hash(torch.cat(downs)),
         }
-    elsewhere = Expected(ServerLayout(1, torch.float32, on_gpu=True), key_value_heads=2, experts=2)
+    elsewhere = Expected(
+        ServerLayout(1, torch.float32, on_gpu=True), {"num_key_value_heads": 2, "num_experts": 2}
+    )
     for name, tensor in (sent | weights()).items():
         elsewhere.add(name, tensor)
     answer = answer_of(elsewhere)
@@ -160,14 +171,14 @@ def test_a_layers_experts_are_two_tensors_and_on_a_gpu_not_compared():
 
 def test_a_routers_bias_stays_in_fp32():
     name, bias = "model.layers.1.mlp.gate.e_score_correction_bias", torch.tensor([0.1, 0.2])
-    expected = Expected(ServerLayout(1, torch.bfloat16, on_gpu=False), key_value_heads=2)
+    expected = Expected(ServerLayout(1, torch.bfloat16, on_gpu=False), {"num_key_value_heads": 2})
     expected.add(name, bias)
     assert expected.sums() == [{name: cpu_hash(bias)}]
 
 
 @pytest.mark.parametrize("fault", ["changed", "unknown", "missing"])
 def test_a_mismatch_names_the_tensor(fault: str):
-    expected = Expected(ServerLayout(1, torch.float32, on_gpu=True), key_value_heads=2)
+    expected = Expected(ServerLayout(1, torch.float32, on_gpu=True), {"num_key_value_heads": 2})
     for name, tensor in weights().items():
         expected.add(name, tensor)
     answer = answer_of(expected)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import os
@@ -37,8 +36,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
-import torch
-from torch import Tensor
 
 from megatron_stare.config import Config
 from megatron_stare.records import ROLLOUT_ARRAYS, Group, Prompt, Rollout
@@ -105,28 +102,26 @@ def read_frames(content: bytes | mmap) -> Iterator[Frame | InvalidBytes]:
         place = end
 
 
-def group_frames(groups: Iterable[Group], places: Iterable[int] | None = None) -> Tensor:
-    """Judged groups as one flat uint8 tensor. Prompts are stored without metadata, messages and
-    tools, which training does not need. `places`: each group's place among those of all ranks.
+def group_frames(groups: Iterable[tuple[int, Group]]) -> Iterator[bytes]:
+    """The frames of judged groups, each given with its place among those of all ranks. Prompts are
+    stored without metadata, messages and tools, which training does not need.
     """
-    parts: list[bytes] = []
-    for place, group in zip(itertools.count() if places is None else places, groups, strict=False):
+    for place, group in groups:
         prompt = dataclasses.replace(group.prompt, metadata={}, messages=(), tools=())
-        parts.append(frame(prompt, place=place))
+        yield frame(prompt, place=place)
         for rollout in group.rollouts:
             assert isinstance(rollout, Rollout), "only the holder of a group stores it"
-            parts.append(frame(rollout))
-    return as_tensor(parts)
+            yield frame(rollout)
 
 
-def groups_in(content: Tensor) -> list[Group]:
+def groups_in(content: bytes) -> list[Group]:
     """The groups of `group_frames`, of any number of ranks, in the order of their places.
     ValueError: a frame is damaged.
     """
     found: list[tuple[int, Prompt, list[Rollout]]] = []
-    for _, record, extra in whole_frames(content.numpy().tobytes()):
+    for _, record, extra in whole_frames(content):
         if isinstance(record, Prompt):
-            found.append((extra.get("place", len(found)), record, []))
+            found.append((extra["place"], record, []))
         else:
             found[-1][2].append(record)
     found.sort(key=lambda entry: entry[0])
@@ -156,11 +151,6 @@ def whole_frames(content: bytes | mmap) -> Iterator[Frame]:
         if isinstance(found, InvalidBytes):
             raise ValueError(f"a frame at byte {found.start} is damaged: {found.reason}")
         yield found
-
-
-def as_tensor(frames: Iterable[bytes]) -> Tensor:
-    """Frames one after another, uint8."""
-    return torch.from_numpy(numpy.array(bytearray(b"".join(frames)), numpy.uint8))
 
 
 def _frame_at(content: bytes | mmap, place: int) -> tuple[Frame, int]:

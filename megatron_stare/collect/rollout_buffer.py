@@ -42,13 +42,7 @@ from megatron_stare.collect.batch import (
     too_few,
 )
 from megatron_stare.collect.dispatcher import PromptDispatcher
-from megatron_stare.collect.journal import (
-    PartialRollouts,
-    forget,
-    groups_in,
-    journal_directory,
-    partial_in,
-)
+from megatron_stare.collect.journal import PartialRollouts, forget, journal_directory
 from megatron_stare.collect.resampling import (
     Joined,
     Method,
@@ -66,6 +60,8 @@ from megatron_stare.collect.rounds import (
     all_gather_groups,
     decoded_together,
     group_state,
+    groups_of,
+    partial_of,
     partial_state,
     scatter_groups,
     start_round,
@@ -230,8 +226,8 @@ class RolloutBuffer:
         sampling or other settings. Prompts whose groups this run would not sample in the same way
         are sampled again.
         """
-        ahead = groups_in(state["ahead"]["groups"]) if state["ahead"] else []
-        groups, replay = [*ahead, *groups_in(state["ready"])], state.get("replay")
+        ahead = groups_of(state["ahead"]["groups"]) if state["ahead"] else []
+        groups, replay = [*ahead, *groups_of(state["ready"])], state.get("replay")
         fits = state["by_rollout"] == self.by_rollout  # groups and single rollouts do not mix
         whole = not self.by_rollout
         usable, other = split_by_settings(groups, self.config, whole) if fits else ([], groups)
@@ -243,13 +239,13 @@ class RolloutBuffer:
         if not self.streamed:
             self.waiting = open_
         elif self.dispatcher is not None:
-            partial = partial_in(state["partial"].numpy().tobytes())
+            partial = partial_of(state["partial"])
             self.dispatcher.load_state(state["position"], open_, partial)
         if size:
             batch = tuple(scatter_groups(usable[:size], self.topology))
             self.ahead = Collected(**(state["ahead"] | {"groups": batch}))
         if self.replay is not None and replay is not None:
-            usable, old = split_by_settings(groups_in(replay["groups"]), self.config, whole)
+            usable, old = split_by_settings(groups_of(replay["groups"]), self.config, whole)
             self.replay.load_state(scatter_groups(usable, self.topology), replay)
             other = [*other, *old]
         self._changed = count_rollouts(other)

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
+import torch
 from torch import Tensor
 
 from megatron_stare.collect.journal import (
     PartialRollouts,
-    as_tensor,
     group_frames,
+    groups_in,
     partial_frames,
+    partial_in,
 )
 from megatron_stare.collect.rollout_worker import Resampling, RolloutWorker
 from megatron_stare.config import Config
@@ -156,21 +158,32 @@ def group_state(groups: Sequence[Group], topology: Topology) -> Tensor | Sharded
     """The groups as bytes for a checkpoint (journal.py): each rank writes those that it holds, with
     their places among all. Collective.
     """
-    if topology.world_size == 1:
-        return group_frames(groups)
-    places = [place for place, group in enumerate(groups) if group.holder == topology.rank]
-    return _concatenated(group_frames((groups[place] for place in places), places), topology)
+    places: Sequence[int] = range(len(groups))
+    if topology.world_size > 1:
+        places = [place for place in places if groups[place].holder == topology.rank]
+    return _stored(group_frames((place, groups[place]) for place in places), topology)
+
+
+def groups_of(state: Tensor) -> list[Group]:
+    """The groups of `group_state`, of all ranks. ValueError: a frame is damaged."""
+    return groups_in(state.numpy().tobytes())
 
 
 def partial_state(partial: PartialRollouts, topology: Topology) -> Tensor | ShardedBytes:
     """The rollouts of prompts that are not judged, of this rank's workers, as bytes for a
     checkpoint. Collective.
     """
-    return _concatenated(as_tensor(partial_frames(partial)), topology)
+    return _stored(partial_frames(partial), topology)
 
 
-def _concatenated(part: Tensor, topology: Topology) -> Tensor | ShardedBytes:
-    """The bytes of all ranks as one entry of a checkpoint, in rank order. Collective."""
+def partial_of(state: Tensor) -> PartialRollouts:
+    """The rollouts of `partial_state`, of all ranks. ValueError: a frame is damaged."""
+    return partial_in(state.numpy().tobytes())
+
+
+def _stored(frames: Iterable[bytes], topology: Topology) -> Tensor | ShardedBytes:
+    """The frames of all ranks as one entry of a checkpoint, in rank order. Collective."""
+    part = torch.from_numpy(numpy.array(bytearray(b"".join(frames)), numpy.uint8))
     sizes = topology.gather(len(part))
     if topology.world_size == 1 or not any(sizes):
         return part

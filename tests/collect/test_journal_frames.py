@@ -45,14 +45,14 @@ def groups() -> list[Group]:
 
 
 def test_groups_come_back_as_they_were():
-    assert groups_in(group_frames(groups())) == groups()
-    assert groups_in(group_frames([])) == []
+    assert groups_in(b"".join(group_frames(enumerate(groups())))) == groups()
+    assert groups_in(b"".join(group_frames([]))) == []
 
 
 def test_a_judged_groups_verifier_data_is_not_kept():
     (first, _) = groups()
     odd = dataclasses.replace(first.prompt, metadata={"any": object()}, tools=({"name": "f"},))
-    assert groups_in(group_frames([Group(odd, first.rollouts)])) == [first]
+    assert groups_in(b"".join(group_frames([(0, Group(odd, first.rollouts))]))) == [first]
 
 
 def test_every_byte_of_a_frame_is_guarded():
@@ -63,7 +63,7 @@ def test_every_byte_of_a_frame_is_guarded():
         found = list(read_frames(bytes(damaged) + whole))
         assert isinstance(found[0], InvalidBytes) and found[1].extra == {"number": 1}, place
         assert len(found) == 2
-    content = group_frames(groups())
+    content = bytearray(b"".join(group_frames(enumerate(groups()))))
     content[-1] ^= 1
     with pytest.raises(ValueError, match="is damaged"):
-        list(whole_frames(content.numpy().tobytes()))
+        list(whole_frames(bytes(content)))

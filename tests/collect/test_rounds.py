@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_stare.collect.batch import Collected, metrics_of
-from megatron_stare.collect.journal import groups_in
-from megatron_stare.collect.rounds import all_gather_groups, group_state, scatter_groups
+from megatron_stare.collect.rounds import all_gather_groups, group_state, groups_of, scatter_groups
 from megatron_stare.config import Config, override
 from megatron_stare.numerics import exchange
 from megatron_stare.policy import topology as topologies
@@ -137,7 +136,7 @@ def everything(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
             part = group_state(collected.groups, topology)
             assert isinstance(part, ShardedBytes)
             parts = topology.gather((part.begin, part.size, part.part))
-            saved = groups_in(torch.cat([bytes_ for _, _, bytes_ in parts]))
+            saved = groups_of(torch.cat([bytes_ for _, _, bytes_ in parts]))
             ends = numpy.cumsum([len(bytes_) for _, _, bytes_ in parts])
             again = scatter_groups(saved, topology)
             found[f"{layout}, {name}"] = {
@@ -147,7 +146,7 @@ def everything(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
                 "saved": saved == list(alone.groups),
                 "spread": [(begin + len(bytes_), size) for begin, size, bytes_ in parts]
                 == [(end, ends[-1]) for end in ends],
-                "own part": groups_in(part.part)
+                "own part": groups_of(part.part)
                 == [alone.groups[n] for n in range(len(whole)) if holder(n) == rank],
                 "assigned": [g.holder for g in again] == [n % 4 for n in range(len(whole))],
                 "traffic": (traffic.sent, traffic.received, traffic.largest),

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from megatron_stare.collect.journal import groups_in
 from megatron_stare.loop.recording.heads import recorded_steps, records_directory
 from megatron_stare.records import Group
@@ -98,5 +96,5 @@ def trained_groups(run: Path) -> dict[int, list[Group]]:
     for step in recorded_steps(records_directory(run)):
         folder = records_directory(run) / f"step_{step:08d}"
         content = b"".join(file.read_bytes() for file in sorted(folder.glob("*.frames")))
-        found[step] = groups_in(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        found[step] = groups_in(content)
     return found

@@ -434,8 +434,5 @@ class ProcessWorker:
             calls, self._calls = list(self._calls.values()), {}
         for each in in_flight:
             resolve(each.group, error)
-        for method, _, future in calls:
-            if method == "servers":
-                future.set_result(None)
-            else:
-                future.set_exception(error)
+        for *_, future in calls:
+            future.set_exception(error)

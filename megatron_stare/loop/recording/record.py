@@ -16,8 +16,6 @@ import shutil
 import uuid
 from pathlib import Path
 
-import torch
-
 from megatron_stare import config as configuration
 from megatron_stare.collect.batch import Collected
 from megatron_stare.collect.journal import group_frames, groups_in
@@ -69,8 +67,8 @@ class Recorder:
 
     def _write_groups(self, folder: Path, groups: tuple[Group, ...], own: list[int]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        frames = group_frames((groups[place] for place in own), own)
-        _frames_file(folder, self.attempt, self.topology.rank).write_bytes(frames.numpy().tobytes())
+        frames = group_frames((place, groups[place]) for place in own)
+        _frames_file(folder, self.attempt, self.topology.rank).write_bytes(b"".join(frames))
 
     def _write_head(self, folder: Path, head: Head) -> None:
         written = self.directory / f"{self.attempt}.yaml"
@@ -131,8 +129,7 @@ def recorded_groups(directory: Path, head: Head) -> list[Group]:
 
 def _read_own(file: Path) -> list[Group]:
     try:
-        content = bytearray(file.read_bytes())
-        return groups_in(torch.frombuffer(content, dtype=torch.uint8)) if content else []
+        return groups_in(file.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read ({error}); choose another step") from None
 

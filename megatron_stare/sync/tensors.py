@@ -104,7 +104,14 @@ def table_of(tensors: NamedTensors) -> list[SimpleNamespace]:
 
 def by_value(tensors: NamedTensors) -> str:
     """The tensors as one string of a JSON request."""
-    return encoded(pickled(flattened(tensors), table_of(tensors)))
+    return _content(flattened(tensors).cpu(), tensors)
+
+
+def _content(flat: Tensor, tensors: NamedTensors) -> str:
+    """The tensors, whose bytes are `flat`: a handle to memory of a GPU, or their value. Base64."""
+    table = table_of(tensors)
+    content = pickled_handle(flat, table) if flat.is_cuda else pickled(flat, table)
+    return base64.b64encode(content).decode()
 
 
 def pickled(flat: Tensor, table: list[SimpleNamespace]) -> bytes:
@@ -117,7 +124,7 @@ def pickled(flat: Tensor, table: list[SimpleNamespace]) -> bytes:
     Megatron-Core replaces torch's loader by its own, which servers refuse: torch's name is put
     back. It precedes the tensor's bytes, so that its first occurrence is the right one.
     """
-    content = pickle.dumps({"flattened_tensor": flat.cpu(), "metadata": table}, protocol=3)
+    content = pickle.dumps({"flattened_tensor": flat, "metadata": table}, protocol=3)
     return content.replace(
         _reference(torch.storage._load_from_bytes), b"ctorch.storage\n_load_from_bytes\n", 1
     )
@@ -142,11 +149,6 @@ class _HandlePickler(pickle.Pickler):
         uuid = str(torch.cuda.get_device_properties(arguments[_DEVICE_ARGUMENT]).uuid)
         before, after = arguments[:_DEVICE_ARGUMENT], arguments[_DEVICE_ARGUMENT + 1 :]
         return rebuild, (*before, uuid, *after)
-
-
-def encoded(content: bytes) -> str:
-    """The bytes as a JSON string: base64."""
-    return base64.b64encode(content).decode()
 
 
 def _reference(function: Any) -> bytes:
@@ -227,11 +229,6 @@ def _placement(server: Server) -> ServerPlacement:
     assert server.info is not None, "a server that answers was admitted"
     info = server.info
     return ServerPlacement(server.client.url, info.first_gpu, info.tensor_size, info.nodes)
-
-
-def _content(flat: Tensor, tensors: NamedTensors) -> str:
-    table = table_of(tensors)
-    return encoded(pickled_handle(flat, table) if flat.is_cuda else pickled(flat, table))
 
 
 def _is_here(url: str) -> bool:

@@ -187,19 +187,12 @@ class ServedEngine:
         """The first tensor that a server holds with other values than it was sent; "" if there is
         none. Collective.
         """
-        words: list[str] = []
-
-        def look() -> None:
-            servers = [
-                one for one in self._pool().admission.alive() if one.weights == self._pool().tag
-            ]
-            words.append(self._sync.differing(self._weights, servers))
-
         if self.pool is None:
             for _ in self._weights:  # the first rank gathers them from all
                 pass
-        self._on_first(look)
-        return self.topology.gather("".join(words))[0]
+        return self._on_first(
+            lambda: self._sync.differing(self._weights, self._pool().admission.current())
+        )
 
     def close(self) -> None:
         """End the launched servers."""

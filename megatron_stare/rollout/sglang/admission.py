@@ -91,6 +91,10 @@ class Admission:
         """Servers that answer."""
         return [server for server in self.servers if server.state in (State.READY, State.PAUSED)]
 
+    def current(self) -> list[Server]:
+        """Servers that answer and hold the expected weights."""
+        return [server for server in self.alive() if server.weights == self.tag]
+
     def up_to_date(self) -> bool:
         """Whether some server answers, and all that do hold the expected weights."""
         alive = self.alive()

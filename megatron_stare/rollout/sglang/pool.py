@@ -238,7 +238,7 @@ class SGLangPool:
 
     async def _prefill(self, sequences: Sequence[numpy.ndarray]) -> dict[str, list[Prefill]]:
         found: dict[str, list[Prefill]] = {}
-        for server in [one for one in self.admission.alive() if one.weights == self.tag]:
+        for server in self.admission.current():
             hidden = server.info is not None and server.info.hidden_states
             for ids in sequences:
                 read = await server.client.prefill(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy
 import torch
@@ -141,7 +141,7 @@ class WorkerProcess:
             paused.add_done_callback(lambda _: self._reply(call))
         elif method == "partial_rollouts":
             partial = partial_frames(self.worker.partial_rollouts())
-            self.channel.send((DONE, call, None, None), memory_of(partial))
+            self._reply(call, payload=memory_of(partial))
         elif method == "evaluate":
             self._evaluating.submit(self._evaluate, call, *arguments)
         elif method == "abort":
@@ -183,8 +183,8 @@ class WorkerProcess:
         self._answers = pool.requests.ended if pool is not None else 0
         self.channel.send((BEAT, still < _MOVED_SECONDS or self._answers != before))
 
-    def _reply(self, call: int, value: Any = None) -> None:
-        self.channel.send((DONE, call, value, None))
+    def _reply(self, call: int, value: Any = None, payload: BinaryIO | None = None) -> None:
+        self.channel.send((DONE, call, value, None), payload)
 
     def _evaluate(self, call: int, *arguments: Any) -> None:
         try:

@@ -84,14 +84,10 @@ class SamplingRound:
         """The judged groups in prompt order, on every rank; only the rank that sampled a group has
         its tokens. A failure on one rank is raised on all. Collective.
         """
-        mine: list[Group] = []
-        agreed(self.topology, lambda: mine.extend(self._mine()))
+        agreed(self.topology, lambda: self.engine.wait(self.mine))
+        mine = [group.result() for group in self.mine]
         everyone = [iter(groups) for groups in all_gather_groups(mine, self.topology)]
         return [next(everyone[rank]) for rank in self.ranks]
-
-    def _mine(self) -> list[Group]:
-        self.engine.wait(self.mine)
-        return [group.result() for group in self.mine]
 
 
 def start_round(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_stare.collect.resampling import is_wanted
@@ -46,14 +46,6 @@ def metrics_of(
     kept = sum(is_kept(group, config.rollout.dynamic_sampling_metric) for group in sampled)
     metrics["signal_fraction"] = kept / len(sampled)
     return metrics | {name: float(count) for name, count in counts.items()}
-
-
-def added(many: Iterable[Mapping[str, int]]) -> Counter[str]:
-    """The sum of counts by name."""
-    total: Counter[str] = Counter()
-    for counts in many:
-        total.update(counts)
-    return total
 
 
 def solved(sampled: Sequence[Group], rollout: RolloutConfig) -> str:

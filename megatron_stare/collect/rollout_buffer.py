@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 
 from megatron_stare.collect.batch import (
     Collected,
-    added,
     carries_signal,
     metrics_of,
     staleness,
@@ -53,7 +52,7 @@ from megatron_stare.collect.resampling import (
     find_method,
     is_wanted,
 )
-from megatron_stare.collect.rollout_worker import is_streamed, split_by_settings
+from megatron_stare.collect.rollout_worker import added, is_streamed, split_by_settings
 from megatron_stare.collect.rounds import (
     RolloutWorkers,
     SamplingRound,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple, Protocol
 
@@ -78,6 +79,14 @@ class RolloutWorker(Protocol):
     def close(self) -> None:
         """End the worker."""
         ...
+
+
+def added(many: Iterable[Mapping[str, int]]) -> Counter[str]:
+    """The sum of counts by name."""
+    total: Counter[str] = Counter()
+    for counts in many:
+        total.update(counts)
+    return total
 
 
 def is_streamed(config: Config) -> bool:

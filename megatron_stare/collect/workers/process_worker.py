@@ -14,7 +14,6 @@ import itertools
 import logging
 import multiprocessing
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from megatron_stare.collect.journal import (
     partial_in,
     whole_frames,
 )
-from megatron_stare.collect.rollout_worker import Resampling, resolve, running_future
+from megatron_stare.collect.rollout_worker import Resampling, added, resolve, running_future
 from megatron_stare.collect.workers.channel import Channel, Payload, error_of, memory_of
 from megatron_stare.collect.workers.worker_main import (
     BEAT,
@@ -167,10 +166,7 @@ class ProcessWorker:
         far.
         """
         with self._lock:
-            total: Counter[str] = Counter()
-            for counts in self._counts.values():
-                total.update(counts)
-            return total
+            return added(self._counts.values())
 
     def evaluate(self, problems: Any, places: Sequence[int], kept: Any) -> Future[Sequence[Any]]:
         """Sample and judge these problems of an evaluation set (WorkerParts.evaluate)."""

@@ -200,7 +200,9 @@ class LocalWorker:
         """The sampling parameters of one rollout; the baseline is greedy."""
         if entry.resampling is not None:
             return dataclasses.replace(self.params, temperature=entry.resampling.temperature)
-        return self.params if number < self.samples else _greedily(self.params)
+        if number < self.samples:
+            return self.params
+        return dataclasses.replace(self.params, temperature=0.0, top_p=1.0, routing=None)
 
     def _labels(self, entry: _Open, number: int) -> dict[str, Any]:
         """The fields of a rollout that say how it was sampled."""
@@ -374,8 +376,3 @@ class LocalWorker:
             resolve(entry.group, self._failure)
         if idle is not None:
             idle.set_exception(self._failure)
-
-
-def _greedily(params: SamplingParams) -> SamplingParams:
-    """The same parameters for greedy decoding."""
-    return dataclasses.replace(params, temperature=0.0, top_p=1.0, routing=None)

@@ -180,10 +180,6 @@ class SyncSeconds(dict[str, float]):
         finally:
             self[part] = self.get(part, 0.0) + time.perf_counter() - begin
 
-    def metrics(self) -> dict[str, float]:
-        """sync_seconds_<part>."""
-        return {f"sync_seconds_{part}": seconds for part, seconds in self.items()}
-
 
 @contextlib.contextmanager
 def _updating(servers: Sequence[Server]) -> Iterator[None]:
@@ -204,7 +200,7 @@ class WeightSync:
 
     def __init__(self, pool: SGLangPool, settings: SGLangConfig, transport: Transport) -> None:
         self.pool, self.settings, self.transport = pool, settings, transport
-        self._seconds: dict[str, float] = {}
+        self._seconds = SyncSeconds()  # of the last sync
         samples = not transport.counts_changes and not pool.model.adapters
         self._changes = ChangeSampler() if samples else None
         self._base_seconds = SyncSeconds()  # of a base that waits for its adapters
@@ -266,7 +262,7 @@ class WeightSync:
         self._ended(parts, servers)
 
     def _ended(self, parts: SyncSeconds, servers: Sequence[Server]) -> None:
-        self._seconds = parts.metrics()
+        self._seconds = parts
         self.pool.note_loaded(servers)
 
     def metrics(self) -> dict[str, float]:
@@ -274,7 +270,8 @@ class WeightSync:
         the last sync by part.
         """
         sampled = self._changes.fraction.metrics() if self._changes else {}
-        return sampled | self.transport.metrics() | self._seconds
+        seconds = {f"sync_seconds_{part}": value for part, value in self._seconds.items()}
+        return sampled | self.transport.metrics() | seconds
 
     def differing(self, weights: Iterable[tuple[str, Tensor]], servers: Sequence[Server]) -> str:
         """The first tensor that a server holds with other values; "" if there is none. EngineError:

@@ -34,13 +34,9 @@ class TensorEntry:
     blocks: Sequence[tuple[str, int]]
 
     @property
-    def elements(self) -> int:
-        return prod(self.shape)
-
-    @property
     def nbytes(self) -> int:
         """The bytes of the tensor itself."""
-        return self.elements * SIZES[self.dtype]
+        return prod(self.shape) * SIZES[self.dtype]
 
 
 @dataclass(frozen=True)

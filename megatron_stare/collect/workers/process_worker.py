@@ -34,7 +34,6 @@ from megatron_stare.collect.workers.worker_main import (
     DONE,
     FATAL,
     GROUP,
-    Opening,
     WorkerSettings,
     main,
 )
@@ -106,7 +105,7 @@ class ProcessWorker:
         with self._lock:
             if self._attempts is None:
                 self._attempts = self._start_attempt(step)
-                self._send("open", Opening(self._attempts))
+                self._open()
             self._step, self._paused, self._held = step, self._stopped, held
             self._send("set_step", step, held)
 
@@ -224,6 +223,10 @@ class ProcessWorker:
         self._calls[number] = (method, arguments, future)
         self._message(method, number, arguments)
         return future
+
+    def _open(self) -> None:
+        """Have the process open its journal."""
+        self._send("open", self._attempts, self._highest, frozenset(self._in_flight))
 
     def _send_prompts(self, started: Sequence[_InFlight]) -> None:
         for resampling in dict.fromkeys(each.resampling for each in started):
@@ -351,7 +354,7 @@ class ProcessWorker:
     def _send_all(self) -> None:
         """Bring a new process to the state that the last one had."""
         if self._attempts is not None:
-            self._send("open", Opening(self._attempts, self._highest, frozenset(self._in_flight)))
+            self._open()
         if self._weights is not None:
             self._send("weights", *self._weights[:2], payload=self._weights.file)
         if self._snapshot is not None:

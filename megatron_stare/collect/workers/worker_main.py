@@ -75,16 +75,6 @@ class WorkerSettings:
         return self.config.rollout.engine == "sglang" or is_streamed(self.config)
 
 
-class Opening(NamedTuple):
-    """The run's attempts, for the journal; and for a process that replaces a dead one the prompts
-    up to `highest` that are in flight.
-    """
-
-    attempts: dict[str, int]
-    highest: int = -1
-    indices: frozenset[int] = frozenset()
-
-
 def main(connection: Connection, settings: WorkerSettings) -> None:
     """Serve until the trainer closes its end."""
     os.setsid()  # Ctrl-C is the trainer's to handle
@@ -162,15 +152,18 @@ class WorkerProcess:
         self._evaluating.shutdown()
         self.parts.judge.close()
 
-    def _journal(self, opening: Opening) -> Journal | None:
-        """The journal, with the rollouts of this worker that earlier processes finished."""
+    def _journal(
+        self, attempts: dict[str, int], highest: int, in_flight: frozenset[int]
+    ) -> Journal | None:
+        """The journal of the run's attempts, with the rollouts of this worker that earlier
+        processes finished: of the prompts up to `highest`, those in flight alone.
+        """
         if not self.settings.journaled:
             return None
         number, count = self.settings.number, self.settings.count
-        attempts, highest, indices = opening
 
         def mine(key: Key) -> bool:
-            return key[0] % count == number and (key[0] > highest or key[0] in indices)
+            return key[0] % count == number and (key[0] > highest or key[0] in in_flight)
 
         return Journal(journal_directory(self.config), f"worker_{number}", mine, attempts)
 

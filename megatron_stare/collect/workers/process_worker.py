@@ -212,8 +212,12 @@ class ProcessWorker:
 
     # --- to the process; called with the lock held
 
-    def _send(self, method: str, *arguments: Any, payload: BinaryIO | None = None) -> None:
-        self._message(method, -1, arguments, payload)
+    def _send(
+        self, method: str, *arguments: Any, number: int = -1, payload: BinaryIO | None = None
+    ) -> None:
+        """Send it if the process is up. Otherwise its replacement gets the full state on start."""
+        if self._channel is not None:
+            self._channel.send((method, number, arguments), payload)
 
     def _call(self, method: str, *arguments: Any) -> Future[Any]:
         number, future = next(self._numbers), running_future()
@@ -221,7 +225,7 @@ class ProcessWorker:
             future.set_exception(self._failure)
             return future
         self._calls[number] = (method, arguments, future)
-        self._message(method, number, arguments)
+        self._send(method, *arguments, number=number)
         return future
 
     def _open(self) -> None:
@@ -233,17 +237,6 @@ class ProcessWorker:
             alike = [each for each in started if each.resampling == resampling]
             partial = memory_of(partial_frames({e.prompt.index: e.partial for e in alike}))
             self._send("start", [each.prompt for each in alike], resampling, payload=partial)
-
-    def _message(
-        self,
-        method: str,
-        number: int,
-        arguments: tuple[Any, ...],
-        payload: BinaryIO | None = None,
-    ) -> None:
-        """Send it if the process is up. Otherwise its replacement gets the full state on start."""
-        if self._channel is not None:
-            self._channel.send((method, number, arguments), payload)
 
     # --- the thread
 
@@ -365,14 +358,14 @@ class ProcessWorker:
             self._send("stop")
         for number, (method, arguments, _) in sorted(self._calls.items()):
             if method == "pause":
-                self._message(method, number, arguments)
+                self._send(method, *arguments, number=number)
         if self._paused and not self._stopped:
             self._call("pause")
         if self._in_flight:
             self._send_prompts(list(self._in_flight.values()))
         for number, (method, arguments, _) in sorted(self._calls.items()):
             if method in ("partial_rollouts", "evaluate"):
-                self._message(method, number, arguments)
+                self._send(method, *arguments, number=number)
 
     def _receive(self, message: tuple[Any, ...], payload: Payload) -> int:
         """Handle a message of the process; 1 for a group or an evaluation, else 0."""

@@ -20,6 +20,7 @@ from megatron_stare.collect.workers.worker_main import WorkerParts, WorkerSettin
 from megatron_stare.config import Config
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.sglang.pool_replica import Report, Snapshot
+from megatron_stare.rollout.sglang.weights import bytes_of
 
 
 class WorkerProcesses:
@@ -78,9 +79,9 @@ class WorkerProcesses:
         """Load weights into every process's embedded engine, from memory that all of them map."""
         if not self.workers:
             return
-        named = [(name, tensor.detach().contiguous().cpu()) for name, tensor in weights]
+        named = list(weights)
         table = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-        file = memory_of(memoryview(_bytes(tensor)) for _, tensor in named)
+        file = memory_of(bytes_of(tensor) for _, tensor in named)
         for worker in self.workers:
             worker.load_weights(Weights(version, table, file))
 
@@ -88,7 +89,3 @@ class WorkerProcesses:
         """End the processes."""
         for worker in self.workers:
             worker.close()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())

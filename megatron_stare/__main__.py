@@ -23,7 +23,7 @@ from megatron_stare.config.environment import quiet_libraries
 import megatron_stare.commands.training
 import megatron_stare.commands.models
 import megatron_stare.commands.listings
-import megatron_stare.commands.gpuday.command  # noqa: F401
+import megatron_stare.commands.gpuday.gpuday  # noqa: F401
 # isort: on
 
 CLOSED_PIPE = 128 + signal.SIGPIPE

@@ -25,7 +25,7 @@ ELSEWHERE = ("config/", "recipes/", "planning/", "commands/arguments.py", "polic
 ELSEWHERE += ("policy/runtime.py", "commands/quantize.py", "policy/huggingface/dequantize.py")
 ELSEWHERE += ("policy/huggingface/fp8_weights.py", "commands/plan.py")
 # Entered by the slow tests of K4 and of the stages with servers.
-ELSEWHERE += ("commands/gpuday/rank_memory.py", "commands/gpuday/with_servers.py")
+ELSEWHERE += ("commands/gpuday/rank_memory.py", "commands/gpuday/runs.py")
 
 
 _watching: list[tempfile.TemporaryDirectory[str]] = []  # kept until this process ends

@@ -26,8 +26,7 @@ HERE = [
 
 @pytest.mark.parametrize("stage", HERE)
 def test_the_stage_runs_to_its_end(stage: Stage, tmp_path: Path) -> None:
-    day = Day(str(tmp_path), gpus=2, rehearsal=True)
-    day.write()
+    day = Day(tmp_path, gpus=2, rehearsal=True)
     (result,) = run_stages(day, [stage])
     log = (tmp_path / f"{stage.name}.log").read_text()
     assert result.status == "finished" and result.rows, f"{result.reason}\n{log[-3000:]}"
@@ -45,7 +44,7 @@ def test_the_weights_of_a_real_model_are_drawn_on_the_gpu(
     small = type(shape)(**shape.to_dict() | {"layer_types": None} | models.TINY)
     monkeypatch.setattr(models, "model_shape", lambda _: small)
     with counting() as counts:
-        directory = models.random_model(Day(str(tmp_path), gpus=1), "drawn", "Qwen3-8B")
+        directory = models.random_model(Day(tmp_path, gpus=1), "drawn", "Qwen3-8B")
     assert counts.launches > 0
     embedding = load_file(directory / "model.safetensors")["model.embed_tokens.weight"].float()
     assert abs(float(embedding.std()) - models.TINY["initializer_range"]) < 0.01

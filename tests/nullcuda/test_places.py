@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_stare.commands.gpuday import speed
+from megatron_stare.commands.gpuday import kernels
 from megatron_stare.commands.gpuday.gpuday import seen_gpus
 from megatron_stare.config import Config, override
 from megatron_stare.debug import doctor
@@ -59,10 +59,10 @@ def test_the_kit_without_transformer_engine_measures_torchs_attention(
 ) -> None:
     assert seen_gpus() == torch.cuda.device_count() > 0
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    attend, name = speed._attend(8)
+    attend, name = kernels._attend(8)
     parts = [torch.randn(1, 4, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     assert name == "torch" and attend(*parts).shape == (1, 4, 8, 128)
-    assert "not measured" in str(speed._layer(8).measured)
+    assert "not measured" in str(kernels._layer(8).measured)
 
 
 def test_a_reference_model_is_in_host_memory_while_servers_sample(

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stare.commands.gpuday.kernels import device, seconds
+from megatron_stare.commands.gpuday.kernels import seconds
 from megatron_stare.commands.gpuday.results import Day, Measurement, Skipped, at_least
-from megatron_stare.commands.gpuday.stages import checked, ranks
+from megatron_stare.commands.gpuday.stages import on_ranks
 from megatron_stare.config import PolicyConfig
 from megatron_stare.debug.cluster import ceiling
 from megatron_stare.planning.machine import H100
 from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.runtime import device
 
 LARGE, SMALL = 1 << 29, 1 << 16  # bytes that a rank holds
 
@@ -31,46 +29,44 @@ def run(day: Day) -> Iterator[Measurement]:
     count = 2 if day.rehearsal else day.gpus
     if count < 2:
         raise Skipped("needs 2 GPUs; 1 is seen")
-    file = day.path / "rates.json"
-    checked(ranks("collectives", count, str(file), str(SMALL if day.rehearsal else LARGE)))
-    found = json.loads(file.read_text())
+    rates, communicator = on_ranks(count, {}, measure, SMALL if day.rehearsal else LARGE)
     expected = ceiling(count) * H100.link_share
-    for name, rate in found["rates"].items():
-        row = at_least(f"{name}, {count} ranks", rate / 1e9, expected / 1e9, "GB/s")
-        yield row
-    share = found["rates"]["all-reduce"] / ceiling(count)
+    for name, rate in rates.items():
+        yield at_least(f"{name}, {count} ranks", rate / 1e9, expected / 1e9, "GB/s")
+    share = rates["all-reduce"] / ceiling(count)
     yield at_least("all-reduce", share, H100.link_share, "of the links", "link_share")
-    yield Measurement("memory of a communicator", found["communicator"] / 2**20, "", "MiB")
+    yield Measurement("memory of a communicator", communicator / 2**20, "", "MiB")
 
 
-def measure(size: int) -> dict[str, object]:
-    """The rates [bytes/s] of one rank, and bytes that nvidia's driver lost to a new group."""
-    count, rank = dist.get_world_size(), dist.get_rank()
-    whole = torch.ones(size // 4 // count * count, device=device())
-    part, others = torch.empty_like(whole[: whole.numel() // count]), torch.empty_like(whole)
-    ring = [
-        dist.P2POp(dist.isend, whole, (rank + 1) % count),
-        dist.P2POp(dist.irecv, others, (rank - 1) % count),
-    ]
+def measure(size: int) -> tuple[dict[str, float], float]:
+    """The rates [bytes/s] of this rank, and bytes that nvidia's driver lost to a new group."""
+    with topologies.session(PolicyConfig()):
+        count, rank = dist.get_world_size(), dist.get_rank()
+        whole = torch.ones(size // 4 // count * count, device=device())
+        part, others = torch.empty_like(whole[: whole.numel() // count]), torch.empty_like(whole)
+        ring = [
+            dist.P2POp(dist.isend, whole, (rank + 1) % count),
+            dist.P2POp(dist.irecv, others, (rank - 1) % count),
+        ]
 
-    def sent() -> None:
-        for work in dist.batch_isend_irecv(ring):
-            work.wait()
+        def sent() -> None:
+            for work in dist.batch_isend_irecv(ring):
+                work.wait()
 
-    share = (count - 1) / count
-    works: dict[str, tuple[float, Callable[[], object]]] = {
-        "all-reduce": (2 * share, lambda: dist.all_reduce(whole)),
-        "all-gather": (share, lambda: dist.all_gather_into_tensor(others, part)),
-        "reduce-scatter": (share, lambda: dist.reduce_scatter_tensor(part, whole)),
-        "all-to-all": (share, lambda: dist.all_to_all_single(others, whole)),
-        "ring of sends": (1.0, sent),
-    }
-    rates = {}
-    for name, (factor, work) in works.items():
-        slowest = torch.tensor([seconds(work)], device=device())
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        rates[name] = factor * whole.nbytes / slowest.item()
-    return {"rates": rates, "communicator": _communicator(whole)}
+        share = (count - 1) / count
+        works: dict[str, tuple[float, Callable[[], object]]] = {
+            "all-reduce": (2 * share, lambda: dist.all_reduce(whole)),
+            "all-gather": (share, lambda: dist.all_gather_into_tensor(others, part)),
+            "reduce-scatter": (share, lambda: dist.reduce_scatter_tensor(part, whole)),
+            "all-to-all": (share, lambda: dist.all_to_all_single(others, whole)),
+            "ring of sends": (1.0, sent),
+        }
+        rates = {}
+        for name, (factor, work) in works.items():
+            slowest = torch.tensor([seconds(work)], device=device())
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            rates[name] = factor * whole.nbytes / slowest.item()
+        return rates, _communicator(whole)
 
 
 def _communicator(values: Tensor) -> float:
@@ -81,10 +77,3 @@ def _communicator(values: Tensor) -> float:
     dist.all_reduce(values[:1024], group=dist.new_group(backend="nccl"))
     torch.cuda.synchronize()
     return float(before - torch.cuda.mem_get_info()[0])
-
-
-if __name__ == "__main__":
-    with topologies.session(PolicyConfig()) as topology:
-        found = measure(int(sys.argv[2]))
-        if topology.is_first:
-            Path(sys.argv[1]).write_text(json.dumps(found))

@@ -1,54 +1,55 @@
-"""K1: the kernels of this project at the sizes of real runs, against float64.
+"""K1: the kernels of this project at the sizes of real runs, against float64. K3: speeds of the
+parts of a training step.
 
-Shape legend: N rows, n sampled rows, H hidden width, V vocabulary, v sampled columns.
+Shape legend: N rows (tokens), n sampled rows, H hidden width, V vocabulary, v sampled columns.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_stare.commands.gpuday.results import Day, Measurement, holds, within
-from megatron_stare.commands.gpuday.stages import checked, checkout, tool
+from megatron_stare.commands.gpuday.results import (
+    Day,
+    Measurement,
+    at_least,
+    at_most,
+    holds,
+    within,
+)
+from megatron_stare.commands.gpuday.stages import checked, checkout, last_line
 from megatron_stare.config import PolicyConfig
 from megatron_stare.numerics.fused_loss import fused_loss
 from megatron_stare.numerics.hashes import tile_total
 from megatron_stare.numerics.token_stats import VocabShard, token_stats
 from megatron_stare.numerics.weight_gradient import add_product_
+from megatron_stare.planning.machine import H100
+from megatron_stare.policy import runtime
+from megatron_stare.policy.runtime import device
 from megatron_stare.policy.tuning import hardware, workspace_bytes
 
 # Rows, hidden width, vocabulary: a rank of the 32B recipes under TP8, and one whole head with
-# 34,816 * 151,936 = 5.3e9 logits, more than a 32-bit index reaches.
-SIZES = ((8704, 5120, 18992), (34816, 4096, 151936))
-SMALL_SIZES = ((64, 32, 512),)
-SAMPLED = 256
-ROUNDS = 10
+# 34,816 * 151,936 = 5.3e9 logits, more than a 32-bit index reaches. The last two: of K3, and of
+# a rehearsal.
+RANK, WHOLE = (8704, 5120, 18992), (34816, 4096, 151936)
+TIMED, SMALL = (8192, 4096, 151936), (64, 32, 512)
+SAMPLED, ROUNDS = 256, 10
 MOST_NATS, MOST_RELATIVE = 0.2, 0.03  # logits are bf16: half a step of 2^-4 for logits up to 16
-
-
-def device() -> torch.device:
-    """The first GPU, or the CPU where there is none."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """The median over `rounds`, after two that warm up."""
-    found = []
-    for number in range(rounds + 2):
-        synchronize()
-        begin = time.perf_counter()
-        work()
-        synchronize()
-        if number > 1:
-            found.append(time.perf_counter() - begin)
-    return max(statistics.median(found), 1e-9)
+TOKENS = 8704  # a micro-batch of the 32B recipes
+# Of one 32B layer under TP8: inputs and outputs of qkv, projection, gate and up, down.
+PRODUCTS = ((5120, 896), (640, 5120), (5120, 6912), (3456, 5120))
+SEQUENCE, HEADS = 32768, 5
+# Shares of the peak on the first GPU that ran the kit (docs/gpuday_h200.md). The planner's
+# matrix_share is another figure: it includes launches and the kernels between the products.
+PRODUCTS_SHARE, MLP_SHARE = 0.75, 0.62
 
 
 def synchronize() -> None:
@@ -57,49 +58,45 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def seconds(work: Callable[[], object]) -> float:
+    """The median over ROUNDS, after two that warm up."""
+    found = []
+    for _ in range(ROUNDS + 2):
+        synchronize()
+        begin = time.perf_counter()
+        work()
+        synchronize()
+        found.append(time.perf_counter() - begin)
+    return max(statistics.median(found[2:]), 1e-9)
+
+
 def peak_bytes(work: Callable[[], object]) -> float:
     """The bytes that torch's allocator held in addition at its peak; 0 on a CPU."""
     if not torch.cuda.is_available():
         work()
         return 0.0
-    synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     work()
-    synchronize()
     return float(torch.cuda.max_memory_allocated() - before)
 
 
-def relative_error(found: Tensor, reference: Tensor) -> float:
-    """|found - reference| / |reference|, Euclidean norms in float64; NaN if one is not finite."""
-    expected = reference.double()
-    return float((found.double() - expected).norm() / expected.norm())
-
-
-@dataclass(frozen=True)
 class HeadSample:
-    """Random inputs of one head in bf16."""
+    """A head in bf16 on random inputs, whose logits are standard normal."""
 
-    hidden_NH: Tensor
-    weight_VH: Tensor
-    target_N: Tensor
-    weight_grad_VH: Tensor  # fp32
-
-    @classmethod
-    def make(cls, rows: int, width: int, vocabulary: int) -> HeadSample:
-        """Logits are standard normal."""
+    def __init__(self, rows: int, width: int, vocabulary: int) -> None:
+        self.name = f"head {rows:,} x {vocabulary:,}"
         generator = torch.Generator(device()).manual_seed(0)
         place: dict[str, Any] = {"generator": generator, "device": device()}
         hidden_NH = torch.randn(rows, width, dtype=torch.bfloat16, **place)
         weight_VH = torch.randn(vocabulary, width, dtype=torch.bfloat16, **place) * width**-0.5
-        target_N = torch.randint(0, vocabulary, (rows,), **place)
-        weight_grad_VH = torch.zeros(vocabulary, width, device=device())
-        weight_VH.main_grad = weight_grad_VH
-        return cls(hidden_NH.requires_grad_(), weight_VH.requires_grad_(), target_N, weight_grad_VH)
-
-    @property
-    def shard(self) -> VocabShard:
-        return VocabShard(self.weight_VH, None, self.weight_VH.shape[0])
+        self.target_N = torch.randint(0, vocabulary, (rows,), **place)
+        self.weight_grad_VH = torch.zeros(vocabulary, width, device=device())  # fp32
+        weight_VH.main_grad = self.weight_grad_VH
+        self.hidden_NH, self.weight_VH = hidden_NH.requires_grad_(), weight_VH.requires_grad_()
+        self.shard = VocabShard(self.weight_VH, None, vocabulary)
+        # Bytes for a chunk of logits in a run on this machine with the default settings.
+        self.workspace = workspace_bytes(PolicyConfig(), hardware().memory_bytes)
 
     def step(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Surprisal, entropy and both gradients of the mean surprisal, as a run has them: in chunks
@@ -112,90 +109,82 @@ class HeadSample:
             self.shard,
             self.target_N,
             lambda surprisal, _, __: surprisal / rows,
-            workspace_bytes=run_workspace(),
+            workspace_bytes=self.workspace,
         )
         (hidden_grad_NH,) = torch.autograd.grad(loss, self.hidden_NH)
         return surprisal_N, entropy_N, hidden_grad_NH, self.weight_grad_VH
 
 
-def run_workspace() -> int:
-    """Bytes for a chunk of logits in a run on this machine with the default settings."""
-    return workspace_bytes(PolicyConfig(), hardware().memory_bytes)
+def right(day: Day) -> Iterator[Measurement]:
+    """K1: the tests marked `gpu`, then each kernel at real sizes."""
+    yield _tests()
+    for size in (SMALL,) if day.rehearsal else (RANK, WHOLE):
+        yield from _head_against_float64(HeadSample(*size))
+    yield _products(64 if day.rehearsal else 8704)
+    yield _hashes(20_000 if day.rehearsal else 500_000_003)
+    yield _sanitized()
 
 
-def run(day: Day) -> Iterator[Measurement]:
-    """The tests marked `gpu`, then each kernel at real sizes."""
-    yield from _tests()
-    for size in SMALL_SIZES if day.rehearsal else SIZES:
-        yield from _head(*size)
-    yield from _products(64 if day.rehearsal else 8704)
-    yield from _hashes(20_000 if day.rehearsal else 500_000_003)
-    yield from _sanitized()
-
-
-def _tests() -> Iterator[Measurement]:
-    root = checkout()
+def _tests() -> Measurement:
+    what, root = "tests marked gpu", checkout()
     if root is None:
-        yield Measurement("tests marked gpu", "not run: the checkout has no tests", "", "", "WARN")
-        return
+        return Measurement(what, "not run: the checkout has no tests", verdict="WARN")
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     try:
         said = checked([*command, "--rootdir", str(root), str(root / "tests")])
     except RuntimeError as error:  # the rows after this one still say where it goes wrong
-        yield Measurement("tests marked gpu", str(error), "", "", "FAIL")
-        return
-    yield Measurement("tests marked gpu", said.strip().splitlines()[-1].strip("= "), "", "", "OK")
+        return Measurement(what, str(error), verdict="FAIL")
+    return Measurement(what, last_line(said).strip("= "), verdict="OK")
 
 
-def _head(rows: int, width: int, vocabulary: int) -> Iterator[Measurement]:
-    name, head = f"head {rows:,} x {vocabulary:,}", HeadSample.make(rows, width, vocabulary)
+def _head_against_float64(head: HeadSample) -> Iterator[Measurement]:
+    """Statistics and gradients of some rows and columns."""
     surprisal_N, entropy_N, hidden_grad_NH, weight_grad_VH = head.step()
+    rows, vocabulary = head.target_N.numel(), len(head.weight_VH)
     some = torch.linspace(0, rows - 1, min(rows, SAMPLED), device=device()).long()
-    hidden_nH, weight_VH = head.hidden_NH.detach()[some].double(), head.weight_VH.detach()
-    log_nV = torch.log_softmax(hidden_nH @ weight_VH.double().t(), 1)
-    target_n = head.target_N[some].unsqueeze(1)
-    expected_n = -log_nV.gather(1, target_n).squeeze(1)
-    yield within(f"{name}: surprisal", _most(surprisal_N[some] - expected_n), MOST_NATS, "nats")
-    expected_n = -(log_nV.exp() * log_nV).sum(1)
-    yield within(f"{name}: entropy", _most(entropy_N[some] - expected_n), MOST_NATS, "nats")
-    slope_nV = log_nV.exp_().scatter_add_(
-        1, target_n, torch.full_like(target_n, -1.0, dtype=log_nV.dtype)
-    )
-    expected_nH = slope_nV @ weight_VH.double() / rows
-    error = relative_error(hidden_grad_NH[some], expected_nH)
-    yield within(f"{name}: gradient of hidden states", error, MOST_RELATIVE)
-    del log_nV, slope_nV
+    hidden_nH = head.hidden_NH.detach()[some].double().requires_grad_()
+    log_nV = torch.log_softmax(hidden_nH @ head.weight_VH.detach().double().t(), 1)
+    expected_n = -log_nV.gather(1, head.target_N[some].unsqueeze(1)).squeeze(1)
+    (expected_nH,) = torch.autograd.grad(expected_n.sum() / rows, hidden_nH)
+    log_nV = log_nV.detach()
+    errors = {
+        "surprisal": _most(surprisal_N[some] - expected_n),
+        "entropy": _most(entropy_N[some] + (log_nV.exp() * log_nV).sum(1)),
+    }
+    for what, error in errors.items():
+        yield within(f"{head.name}: {what}", error, MOST_NATS, "nats")
+    del log_nV
     columns = torch.linspace(0, vocabulary - 1, 64, device=device()).long()
-    error = relative_error(weight_grad_VH[columns], _weight_gradient(head, surprisal_N, columns))
-    yield within(f"{name}: gradient of the weight", error, MOST_RELATIVE)
+    expected_vH = _weight_gradient(head, surprisal_N, columns)
+    errors = {
+        "hidden states": relative_error(hidden_grad_NH[some], expected_nH),
+        "the weight": relative_error(weight_grad_VH[columns], expected_vH),
+    }
+    for what, error in errors.items():
+        yield within(f"{head.name}: gradient of {what}", error, MOST_RELATIVE)
     with torch.no_grad():
         stats = token_stats(head.hidden_NH, head.shard, head.target_N, collision=True)
-    yield within(
-        f"{name}: statistics as the loss", _most(stats.surprisal_N - surprisal_N), 1e-4, "nats"
-    )
+    error = _most(stats.surprisal_N - surprisal_N)
+    yield within(f"{head.name}: statistics as the loss", error, 1e-4, "nats")
     kept = [value.clone() for value in (surprisal_N, hidden_grad_NH, weight_grad_VH)]
     again = head.step()
     same = all(torch.equal(a, b) for a, b in zip(kept, (again[0], *again[2:]), strict=True))
-    yield holds(f"{name}: bits of two runs are equal", same, otherwise="WARN")
+    yield holds(f"{head.name}: bits of two runs are equal", same, otherwise="WARN")
 
 
 def _weight_gradient(head: HeadSample, surprisal_N: Tensor, columns: Tensor) -> Tensor:
     """Rows `columns` of the weight's gradient in float64. Of the forward pass it takes only
     surprisal_N: the logarithm of a row's sum is that plus the target's logit.
     """
-    hidden_NH, weight_VH = head.hidden_NH.detach(), head.weight_VH.detach()
-    sum_vH = torch.zeros(columns.numel(), hidden_NH.shape[1], dtype=torch.float64, device=device())
-    for rows in torch.arange(head.target_N.numel(), device=device()).split(4096):
-        hidden_nH, target_n = hidden_NH[rows].double(), head.target_N[rows]
-        logit_n = (hidden_nH * weight_VH[target_n].double()).sum(1)
-        log_n = surprisal_N[rows].double() + logit_n
-        slope_nv = (hidden_nH @ weight_VH[columns].double().t() - log_n.unsqueeze(1)).exp()
-        slope_nv -= (target_n.unsqueeze(1) == columns).double()
-        sum_vH += slope_nv.t() @ hidden_nH
-    return sum_vH / head.target_N.numel()
+    hidden_NH, weight_VH = head.hidden_NH.detach().double(), head.weight_VH.detach()
+    logit_N = (hidden_NH * weight_VH[head.target_N].double()).sum(1)
+    log_N = surprisal_N.double() + logit_N
+    slope_Nv = (hidden_NH @ weight_VH[columns].double().t() - log_N.unsqueeze(1)).exp()
+    slope_Nv -= (head.target_N.unsqueeze(1) == columns).double()
+    return slope_Nv.t() @ hidden_NH / head.target_N.numel()
 
 
-def _products(summands: int) -> Iterator[Measurement]:
+def _products(summands: int) -> Measurement:
     """Products of bf16 that accumulate in fp32, as gradients of the output weight do."""
     generator = torch.Generator(device()).manual_seed(1)
     place: dict[str, Any] = {"generator": generator, "device": device(), "dtype": torch.bfloat16}
@@ -204,30 +193,133 @@ def _products(summands: int) -> Iterator[Measurement]:
     found = start.clone()
     add_product_(found, left, right, beta=1.0)
     expected = start.double() + left.double() @ right.double()
-    yield within(f"fp32 sum of {summands:,} bf16 products", relative_error(found, expected), 1e-5)
+    return within(f"fp32 sum of {summands:,} bf16 products", relative_error(found, expected), 1e-5)
 
 
-def _hashes(elements: int) -> Iterator[Measurement]:
+def _hashes(elements: int) -> Measurement:
     """The hash that SGLang's servers compute of a weight, by the kernel and by torch on the CPU."""
     words = torch.arange(elements, dtype=torch.int32) * 2654435 + 7
     found = int(tile_total(words.to(device())))
-    yield holds(f"tile hash of {elements:,} words", found == int(tile_total(words)))
+    return holds(f"tile hash of {elements:,} words", found == int(tile_total(words)))
 
 
-def _sanitized() -> Iterator[Measurement]:
-    program = tool("compute-sanitizer")
-    if not program:
-        yield Measurement("compute-sanitizer", "not run: it is not installed (CUDA toolkit)")
-        return
-    small = f"from {__name__} import HeadSample; HeadSample.make(*{SMALL_SIZES[0]}).step()"
-    command = [program, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", small]
-    said = checked(command)
-    summary = [line for line in said.splitlines() if "ERROR SUMMARY" in line]
-    yield Measurement(
-        "compute-sanitizer memcheck", summary[-1].strip("= ") if summary else "no summary"
-    )
+def _sanitized() -> Measurement:
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        return Measurement("compute-sanitizer", "not run: it is not installed (CUDA toolkit)")
+    small = f"from {__name__} import HeadSample; HeadSample(*{SMALL}).step()"
+    options = ["--tool", "memcheck", "--error-exitcode", "9"]
+    said = checked([program, *options, sys.executable, "-c", small])
+    summary = [line.strip("= ") for line in said.splitlines() if "ERROR SUMMARY" in line]
+    return Measurement("compute-sanitizer memcheck", summary[-1] if summary else "no summary")
 
 
 def _most(difference: Tensor) -> float:
     """The largest absolute difference; NaN if there is one."""
     return float(difference.abs().max())
+
+
+def relative_error(found: Tensor, reference: Tensor) -> float:
+    """|found - reference| / |reference|, Euclidean norms in float64; NaN if one is not finite."""
+    return float((found.double() - reference).norm() / reference.norm())
+
+
+def fast(day: Day) -> Iterator[Measurement]:
+    """K3: memory, matrix products, attention, a layer and the head."""
+    small = day.rehearsal
+    runtime.prepare()
+    size = 1 << 20 if small else 1 << 32
+    source = torch.ones(size // 4, device=device())
+    target = torch.empty_like(source)
+    rate = 2 * size / seconds(lambda: target.copy_(source))
+    yield at_least("copy in memory", rate / 1e12, H100.memory_rate * 0.85 / 1e12, "TB/s")
+    side = 64 if small else 8192
+    rate = 2 * side**3 / _product(side, side, side)
+    yield at_least("one large bf16 product", rate / 1e12, 0.75 * 989, "TFLOP/s")
+    tokens, divisor = (64, 32) if small else (TOKENS, 1)
+    widths = [(inputs // divisor, outputs // divisor) for inputs, outputs in PRODUCTS]
+    operations = sum(3 * 2 * tokens * inputs * outputs for inputs, outputs in widths)
+    share = operations / sum(_three_products(tokens, *each) for each in widths) / H100.operations
+    yield at_least("products of a 32B layer, TP8", share, PRODUCTS_SHARE, "of peak")
+    yield _attention(128 if small else SEQUENCE)
+    yield _layer(tokens)
+    head = HeadSample(*(SMALL if small else TIMED))
+    bare = _three_products(*(SMALL if small else TIMED))  # which no head can do without
+    name, spent = f"{head.name}, forward and backward", seconds(head.step)
+    yield at_most(name, spent * 1e3, bare * 1.15e3, "ms")
+    if torch.cuda.is_available():
+        extra = (peak_bytes(head.step) - 2.0 * head.hidden_NH.numel()) / 2**30
+        yield at_most(f"{head.name}, memory of a chunk", extra, head.workspace / 2**30, "GiB")
+
+
+def _product(rows: int, summands: int, columns: int) -> float:
+    """Seconds of one product."""
+    left = torch.randn(rows, summands, device=device()).bfloat16()
+    right = torch.randn(summands, columns, device=device()).bfloat16()
+    found = torch.empty(rows, columns, device=device(), dtype=torch.bfloat16)
+    return seconds(lambda: torch.mm(left, right, out=found))
+
+
+def _three_products(rows: int, inputs: int, outputs: int) -> float:
+    """Seconds of the forward product and both of the backward pass."""
+    shapes = ((rows, inputs, outputs), (rows, outputs, inputs), (outputs, rows, inputs))
+    return sum(_product(*shape) for shape in shapes)
+
+
+def _attention(length: int) -> Measurement:
+    """Causal attention of one sequence, forward and backward. A training step has three times the
+    forward pass's 2 S^2 D operations per head.
+    """
+    shape: tuple[int, ...] = (1, HEADS, length, 128)
+    parts = [torch.randn(shape, device=device(), dtype=torch.bfloat16) for _ in range(3)]
+    attend, name = _attend(length)
+
+    def step() -> None:
+        inputs = [part.detach().requires_grad_() for part in parts]
+        attend(*inputs).sum().backward()
+
+    share = 3 * 2 * length**2 * 128 * HEADS / seconds(step) / H100.operations
+    what, expected = f"attention of {length:,} tokens ({name})", H100.attention_share
+    return at_least(what, share, expected, "of peak", "attention_share")
+
+
+def _has_engine() -> bool:
+    """Whether TransformerEngine is installed and has a GPU."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def _attend(length: int) -> tuple[Callable[..., Tensor], str]:
+    """TransformerEngine's attention of packed sequences where it is installed, else torch's."""
+    if not _has_engine():
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return lambda q, k, v: attention(q, k, v, is_causal=True), "torch"
+    import transformer_engine.pytorch as te
+
+    module = te.DotProductAttention(
+        HEADS, 128, qkv_format="thd", attn_mask_type="padding_causal", attention_dropout=0.0
+    )
+    ends = torch.tensor([0, length], dtype=torch.int32, device=device())
+    bounds = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    lengths = {"max_seqlen_q": length, "max_seqlen_kv": length}
+
+    def attend(*parts: Tensor) -> Tensor:
+        packed = [part[0].transpose(0, 1).contiguous() for part in parts]
+        found: Tensor = module(*packed, **bounds, **lengths)
+        return found
+
+    return attend, "TransformerEngine"
+
+
+def _layer(tokens: int) -> Measurement:
+    """TransformerEngine's MLP of a 32B layer under TP8, forward and backward."""
+    if not _has_engine():
+        return Measurement("TransformerEngine MLP", "not measured: no GPU, or not installed")
+    import transformer_engine.pytorch as te
+
+    width, inner = (64, 96) if tokens < TOKENS else (5120, 3456)
+    settings = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False}
+    layer = te.LayerNormMLP(width, inner, params_dtype=torch.bfloat16, **settings)
+    values = torch.randn(tokens, width, device=device(), dtype=torch.bfloat16, requires_grad=True)
+    operations = 3 * 2 * tokens * 3 * width * inner
+    share = operations / seconds(lambda: layer(values).sum().backward()) / H100.operations
+    return at_least("TransformerEngine MLP of a 32B layer", share, MLP_SHARE, "of peak")

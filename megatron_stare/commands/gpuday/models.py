@@ -6,9 +6,9 @@ import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+import numpy
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from megatron_stare.commands.gpuday.results import Day
 from megatron_stare.planning.shapes import model_shape
 from megatron_stare.policy import runtime
+from megatron_stare.records import Rollout
 
-EMPTY: Mapping[str, Any] = MappingProxyType({})
-TINY: dict[str, Any] = {
+TINY = {
     "vocab_size": 512,
     "num_hidden_layers": 4,
     "hidden_size": 64,
@@ -46,7 +46,9 @@ def model_of(day: Day) -> Path:
     return random_model(day, name, name)
 
 
-def random_model(day: Day, folder: str, shape: str, changes: Mapping[str, Any] = EMPTY) -> Path:
+def random_model(
+    day: Day, folder: str, shape: str, changes: Mapping[str, Any] | None = None
+) -> Path:
     """A checkpoint of a model's shape with random weights, and a tokenizer of bytes: bf16, drawn on
     the GPU if there is one; or fp32 with `changes`. An existing one is kept.
     """
@@ -55,7 +57,7 @@ def random_model(day: Day, folder: str, shape: str, changes: Mapping[str, Any] =
         return directory
     config = model_shape(shape)
     if changes:
-        config = type(config)(**config.to_dict() | {"layer_types": None} | dict(changes))
+        config = type(config)(**{**config.to_dict(), "layer_types": None, **changes})
     config.update({"eos_token_id": 0, "bos_token_id": None})
     torch.manual_seed(0)
     dtype, device = torch.float32, torch.device("cpu")
@@ -93,3 +95,18 @@ def problems(day: Day, count: int = 512) -> Path:
 def even_length(response: str, label: str, metadata: Mapping[str, object]) -> float:
     """A reward that random text earns half of the time, so that groups have a signal."""
     return float(sum(response.encode()) % 2 == 0)
+
+
+def made_up_rollout(
+    ids: numpy.ndarray, advantage: float, routing: numpy.ndarray | None = None
+) -> Rollout:
+    """A completed response of these tokens that no engine has sampled."""
+    return Rollout(
+        response_ids=ids.astype(numpy.int32),
+        logprobs=numpy.full(len(ids), -6.0, numpy.float32),
+        loss_mask=numpy.ones(len(ids), bool),
+        status="completed",
+        weight_version=0,
+        advantage=advantage,
+        routing=numpy.zeros(0, numpy.uint8) if routing is None else routing,
+    )

@@ -9,13 +9,10 @@ the memory held. So sizes are true, and values are not.
 from __future__ import annotations
 
 import gc
-import json
 import statistics
-import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy
@@ -23,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stare.commands.gpuday.kernels import synchronize
-from megatron_stare.commands.gpuday.models import model_of
+from megatron_stare.commands.gpuday.kernels import peak_bytes, synchronize
+from megatron_stare.commands.gpuday.models import made_up_rollout, model_of
 from megatron_stare.commands.gpuday.results import Day, Measurement, at_least, at_most, holds
-from megatron_stare.commands.gpuday.stages import FOLDER, output_of
 from megatron_stare.config import Config, override
 from megatron_stare.losses import find_objective
 from megatron_stare.numerics.selection import Across
@@ -40,13 +36,11 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology
 from megatron_stare.recipes import CLUSTERS, find_recipe
-from megatron_stare.records import Group, Prompt, Rollout, RoutingShape
+from megatron_stare.records import Group, Prompt, RoutingShape
 
 PROMPT, MICRO_BATCHES, STEPS = 64, 2, 2
-SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 LARGEST = "long_cot_32b"  # it is also run with expandable segments
 REHEARSED = ("short_cot_7b", "short_cot_14b")
-RESULT = "rank_memory: "  # begins a line of results in the output
 Work = Callable[..., Any]  # run(name, function, *arguments, **settings): its result
 
 
@@ -54,46 +48,37 @@ def run(day: Day) -> Iterator[Measurement]:
     """Peaks of torch's allocator of the first rank of every recipe, what it reserves, and seconds;
     then the matrix_share with which the planner would have found those of dense models.
     """
+    _answer()
     names = REHEARSED if day.rehearsal else tuple(CLUSTERS)
-    ratios = yield from _rows(day, names, {})
+    ratios: list[float] = []
+    for name in names:
+        ratios += yield from _rows(day, name, name)
     if not (day.rehearsal and day.gpus):  # the null device has no expandable segments
-        yield from _rows(day, names[:1] if day.rehearsal else (LARGEST,), SEGMENTS)
+        if torch.cuda.is_available():
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        again = names[0] if day.rehearsal else LARGEST
+        yield from _rows(day, again, f"{again}, expandable")
     if ratios:
         share, name = H100.matrix_share * statistics.median(ratios), "matrix_share"
         yield at_least("matrix_share of dense models", share, H100.matrix_share, "of peak", name)
 
 
-def _rows(
-    day: Day, names: Sequence[str], environment: dict[str, str]
-) -> Generator[Measurement, None, list[float]]:
-    """The rows of these recipes, whose ranks follow one another in a process. Its result: the
-    planned seconds over the measured ones, of dense models.
+def _rows(day: Day, name: str, title: str) -> Generator[Measurement, None, list[float]]:
+    """The rows of a recipe. Their result: the planned seconds over the measured ones, of a dense
+    model.
     """
-    ratios: list[float] = []
-    plans = {
-        name: make_plan(override(find_recipe(name), _words(day, name)), CLUSTERS[name])
-        for name in names
-    }
-    command = [sys.executable, "-m", f"{FOLDER}.rank_memory", day.directory, *names]
-    for line in output_of(command, **environment):
-        if not line.startswith(RESULT):
-            print(line, end="", flush=True)
-            continue
-        found = json.loads(line.removeprefix(RESULT))
-        plan = plans[found["name"]]
-        title = f"{found['name']}{', expandable' * bool(environment)}"
-        yield holds(
-            f"{title}: two steps of rank 0 of {plan.sizes.world}", found["updated"], found["error"]
-        )
-        if found["allocated"]:
-            seconds = _seconds(plan)
-            planned = (plan.worst.training - plan.worst.communication) / GIB
-            yield at_most(f"{title}: allocated", found["allocated"], planned, "GiB")
-            yield at_most(f"{title}: reserved", found["reserved"], found["allocated"], "GiB")
-            own = found["seconds"]
-            yield at_most(f"{title}: score and update, nothing sent", own, seconds, "s")
-            ratios += [] if plan.shape.experts else [seconds / own]
-    return ratios
+    plan = make_plan(override(find_recipe(name), _words(day, name)), CLUSTERS[name])
+    found = _measured(plan.config, plan.sizes.world)
+    steps_of = f"{title}: two steps of rank 0 of {plan.sizes.world}"
+    yield holds(steps_of, found["updated"], found["error"])
+    if not (found["updated"] and found["allocated"]):  # a CPU has no peak
+        return []
+    seconds, own = _seconds(plan), found["seconds"]
+    planned = (plan.worst.training - plan.worst.communication) / GIB
+    yield at_most(f"{title}: allocated", found["allocated"], planned, "GiB")
+    yield at_most(f"{title}: reserved", found["reserved"], found["allocated"], "GiB")
+    yield at_most(f"{title}: score and update, nothing sent", own, seconds, "s")
+    return [] if plan.shape.experts else [seconds / own]
 
 
 def _seconds(plan: RunPlan) -> float:
@@ -155,21 +140,14 @@ def full_groups(config: Config, data_ranks: int, shape: RoutingShape | None) -> 
     each gets as many of the tokens as every other (policy.routing_replay=rollout).
     """
     count, response = _full(config)
-    routing = _balanced(shape, PROMPT + response - 1) if shape else numpy.zeros(0, numpy.uint8)
-
-    def rollout(number: int) -> Rollout:
-        return Rollout(
-            response_ids=(numpy.arange(response, dtype=numpy.int32) * 7 + number) % 500 + 1,
-            logprobs=numpy.full(response, -1.0, numpy.float32),
-            loss_mask=numpy.ones(response, bool),
-            status="completed",
-            weight_version=0,
-            advantage=1.0 if number % 2 else -1.0,
-            routing=routing,
-        )
-
+    routing = _balanced(shape, PROMPT + response - 1) if shape else None
     prompt = numpy.arange(1, PROMPT + 1, dtype=numpy.int32)
-    return [Group(Prompt(n, prompt, label=""), (rollout(n),)) for n in range(data_ranks * count)]
+    groups = []
+    for number in range(data_ranks * count):
+        ids = (numpy.arange(response) * 7 + number) % 500 + 1
+        rollout = made_up_rollout(ids, 1.0 if number % 2 else -1.0, routing)
+        groups.append(Group(Prompt(number, prompt, label=""), (rollout,)))
+    return groups
 
 
 def _balanced(shape: RoutingShape, positions: int) -> numpy.ndarray:
@@ -200,21 +178,14 @@ def _answer() -> None:
     dist.batch_isend_irecv = received  # type: ignore[assignment]
 
 
-def main(day: Day, names: Sequence[str]) -> None:
-    """Two steps of rank 0 of each recipe, and a line of peaks [GiB] and seconds."""
-    _answer()
-    for name in names:
-        print(RESULT + json.dumps({"name": name, **_measured(day, name)}), flush=True)
+def _measured(config: Config, world: int) -> dict[str, Any]:
+    """Two steps of rank 0: its peaks [GiB], and the seconds of the second step. A recipe that
+    fails, perhaps for memory, does not end those after it.
+    """
+    found: dict[str, Any] = {"updated": False, "error": "", "allocated": 0.0, "seconds": 0.0}
+    last = (f"score {STEPS}", f"update {STEPS}")
 
-
-def _measured(day: Day, name: str) -> dict[str, Any]:
-    """A recipe that fails, perhaps for memory, does not end those after it."""
-    config, world = override(find_recipe(name), _words(day, name)), CLUSTERS[name].trainer_gpus
-    found: dict[str, Any] = {"updated": False, "error": ""}
-    found |= {"allocated": 0.0, "reserved": 0.0, "seconds": 0.0}
-    last, is_gpu = (f"score {STEPS}", f"update {STEPS}"), torch.cuda.is_available()
-
-    def timed(part: str, work: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+    def timed(part: str, work: Work, *arguments: Any, **settings: Any) -> Any:
         synchronize()
         begin = time.perf_counter()
         result = work(*arguments, **settings)
@@ -222,22 +193,17 @@ def _measured(day: Day, name: str) -> dict[str, Any]:
         found["seconds"] += (part in last) * (time.perf_counter() - begin)
         return result
 
-    gc.collect()
-    if is_gpu:
-        topologies.release_workspaces()
-        torch.cuda.reset_peak_memory_stats()
-    left = torch.cuda.memory_allocated() if is_gpu else 0  # by the recipes before
-    try:
+    def two_steps() -> None:
         with topologies.imagined(config.policy, 0, world) as topology:
             found["updated"] = steps(config, topology, timed)[2]
+
+    gc.collect()
+    topologies.release_workspaces()
+    left = torch.cuda.memory_allocated()  # by the recipes before
+    try:
+        found["allocated"] = peak_bytes(two_steps) / GIB
     except Exception as error:
         traceback.print_exc()
         found["error"] = f"{type(error).__name__}: {error}"
-    if is_gpu and found["updated"]:
-        found["allocated"] = (torch.cuda.max_memory_allocated() - left) / GIB
-        found["reserved"] = (torch.cuda.max_memory_reserved() - left) / GIB
+    found["reserved"] = (torch.cuda.max_memory_reserved() - left) / GIB
     return found
-
-
-if __name__ == "__main__":
-    main(Day.read(Path(sys.argv[1])), sys.argv[2:])

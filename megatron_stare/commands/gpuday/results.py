@@ -13,7 +13,6 @@ from megatron_stare.system import atomic_write
 
 Verdict = Literal["OK", "WARN", "FAIL", "-"]
 Status = Literal["finished", "failed", "timed out", "skipped", "unfinished"]
-SETTINGS = "day.json"
 
 
 class Skipped(Exception):
@@ -22,28 +21,13 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Day:
-    """The settings of one acceptance day, which every stage reads from its directory."""
+    """The settings of one acceptance day."""
 
-    directory: str
+    path: Path  # the directory of the results
     gpus: int  # that the stages may use; 0: none is seen
     model: str = ""  # a Hugging Face directory; "": a random model that the kit writes
     rehearsal: bool = False  # tiny shapes
     overrides: tuple[str, ...] = ()  # of every run that a stage starts
-
-    @property
-    def path(self) -> Path:
-        return Path(self.directory)
-
-    def write(self) -> None:
-        """Write the settings to the directory, which is made if it is missing."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        atomic_write(self.path / SETTINGS, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-
-    @classmethod
-    def read(cls, directory: Path) -> Day:
-        """The settings that `write` wrote."""
-        content = json.loads((directory / SETTINGS).read_text())
-        return cls(**content | {"overrides": tuple(content["overrides"])})
 
 
 @dataclass(frozen=True)
@@ -93,7 +77,7 @@ def within(what: str, measured: float, limit: float, unit: str = "") -> Measurem
 
 def holds(what: str, true: bool, found: str = "", otherwise: Verdict = "FAIL") -> Measurement:
     """A statement that must be true."""
-    return Measurement(what, found or str(true).lower(), "", "", "OK" if true else otherwise)
+    return Measurement(what, found or str(true).lower(), verdict="OK" if true else otherwise)
 
 
 @dataclass
@@ -110,8 +94,11 @@ class Result:
     @property
     def faulty(self) -> bool:
         """Whether the stage failed as a whole, or one of its rows did."""
-        ended = self.status in ("finished", "skipped")
-        return not ended or any(row.verdict == "FAIL" for row in self.rows)
+        return self.status not in ("finished", "skipped") or self.count("FAIL") > 0
+
+    def count(self, verdict: Verdict) -> int:
+        """The number of rows with this verdict."""
+        return sum(row.verdict == verdict for row in self.rows)
 
     def write(self, directory: Path) -> None:
         """Write the result file atomically."""

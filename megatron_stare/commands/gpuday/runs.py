@@ -1,9 +1,14 @@
-"""Short runs of the kit's model, started by the command line as a user starts them; and K9, one
-from sampling to weight sync, killed and resumed, against its plan.
+"""The stages that are short runs of the kit's model, started by the command line as a user starts
+them: K6, weights to servers; K7, a server that dies; K8, decoding; K9, a whole run.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
 import os
 import signal
 import statistics
@@ -11,20 +16,39 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
-from megatron_stare.commands.gpuday.models import model_of, problems
-from megatron_stare.commands.gpuday.results import Day, Measurement, at_least, at_most, holds
+from megatron_stare.commands.gpuday.models import even_length, model_of, problems
+from megatron_stare.commands.gpuday.results import (
+    Day,
+    Measurement,
+    at_least,
+    at_most,
+    holds,
+    within,
+)
 from megatron_stare.commands.gpuday.stages import checked
 from megatron_stare.config import Config, override
+from megatron_stare.http_client import authorization, session
+from megatron_stare.loop.parts import load_tokenizer
+from megatron_stare.planning.calibration import SERVER
+from megatron_stare.planning.machine import H100, Machine
+from megatron_stare.planning.memory import cache_bytes_per_token, model_bytes
 from megatron_stare.planning.plan import GIB, RunPlan, make_plan
+from megatron_stare.planning.serving import decoding_seconds
+from megatron_stare.planning.shapes import model_shape
+from megatron_stare.policy.huggingface.shape import shape_of
 from megatron_stare.recipes import Cluster
-from megatron_stare.reporting.logbook import read_metrics
+from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
+from megatron_stare.rollout.sglang.access import api_key
+from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.sync.served_engine import served_model
 
 REACH_SECONDS = 400.0  # until a step is written
-REWARD = "megatron_stare.commands.gpuday.models.even_length"
 
 
 class ShortRun:
@@ -36,39 +60,35 @@ class ShortRun:
     def __init__(
         self, day: Day, name: str, steps: int, *options: str, servers: int | None = 0
     ) -> None:
-        self.directory, self.steps = day.path / name, steps
+        self.directory = day.path / name
         small, self.apart = day.rehearsal, 0 if day.rehearsal else servers or 0
         self.ranks = 1 if small else max(1, day.gpus - self.apart)
         if self.apart and day.gpus >= 8:
             self.ranks = 4
-        batch, tokens = (2, 12) if small else (8, 1024)
+        batch, samples, length = (2, 4, 12) if small else (8, 8, 1024)
         self.settings = [
             f"policy.hf_checkpoint={model_of(day)}",
             f"policy.dtype={'fp32' if small else 'bf16'}",
             f"policy.max_tokens_per_gpu={128 if small else 8192}",
+            f"policy.use_distributed_optimizer={str(not small).lower()}",
             f"data.prompt_data={problems(day)}",
             "data.rollout_max_prompt_len=64",
             f"rollout.rollout_batch_size={batch}",
-            f"rollout.n_samples_per_prompt={4 if small else 8}",
-            f"rollout.rollout_max_response_len={tokens}",
+            f"rollout.n_samples_per_prompt={samples}",
+            f"rollout.rollout_max_response_len={length}",
             "rollout.max_generation_rounds=8",
-            f"scoring.reward={REWARD}",
+            f"scoring.reward={even_length.__module__}.{even_length.__name__}",
             f"train.num_rollout={steps}",
-            f"policy.use_distributed_optimizer={str(not small).lower()}",
             "run.save_interval=1000",
             f"run.dir={self.directory}",
         ]
         if servers is not None:
-            self.settings += [
-                "rollout.engine=sglang",
-                f"sglang.num_servers={servers or self.ranks}",
-            ]
+            count = servers or self.ranks
+            self.settings += ["rollout.engine=sglang", f"sglang.num_servers={count}"]
         if not small and self.ranks >= 4:
-            self.settings += [
-                "policy.tensor_model_parallel_size=4",
-                "policy.sequence_parallel=true",
-            ]
-        if servers == 0 and not small:
+            tensor = ["tensor_model_parallel_size=4", "sequence_parallel=true"]
+            self.settings += [f"policy.{field}" for field in tensor]
+        if not small and servers == 0:
             self.settings += ["sglang.colocated=true", "policy.offload_while_generating=true"]
         self.settings += [*options, *day.overrides]
 
@@ -80,16 +100,21 @@ class ShortRun:
         """The command `name` of the package on every rank of the run."""
         file = self.directory.with_suffix(".yaml")
         file.write_text("{}\n")
-        launcher = ["-m", "torch.distributed.run", "--standalone"]
-        launcher += ["--nproc-per-node", str(self.ranks)]
-        words = ["-m", "megatron_stare", name, str(file), *self.settings]
-        return [sys.executable, *(launcher if self.ranks > 1 else ()), *words]
+        command = [sys.executable]
+        if self.ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc-per-node", str(self.ranks)]
+        return [*command, "-m", "megatron_stare", name, str(file), *self.settings]
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """The run as a process that writes to the stage's log."""
-        return subprocess.Popen(
-            self.command(), stdout=sys.stdout.fileno(), stderr=subprocess.STDOUT
-        )
+    @contextlib.contextmanager
+    def running(self) -> Iterator[subprocess.Popen[bytes]]:
+        """The run as a process, which is killed when the block ends."""
+        process = subprocess.Popen(self.command())
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
 
     def finish(self) -> list[dict[str, Any]]:
         """The rows of the whole run, which is continued where it has begun. RuntimeError: it
@@ -100,13 +125,12 @@ class ShortRun:
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows that the run has written to metrics.jsonl so far."""
-        file = self.directory / "metrics.jsonl"
+        file = self.directory / METRICS_NAME
         return read_metrics(file) if file.is_file() else []
 
-    def reach(self, process: subprocess.Popen[bytes], step: int) -> int:
-        """Wait until `step` is written; the last one that is. RuntimeError: it does not come."""
+    def reach(self, process: subprocess.Popen[bytes], step: int) -> None:
+        """Wait until `step` is written. RuntimeError: it does not come."""
         self.wait(process, lambda: len(self.rows()) >= step, f"step {step}")
-        return len(self.rows())
 
     def wait(self, process: subprocess.Popen[bytes], come: Callable[[], bool], what: str) -> None:
         """Wait for the run to come to a state. RuntimeError: it ended, or takes too long."""
@@ -116,16 +140,11 @@ class ShortRun:
                 raise RuntimeError(f"no {what}: the run wrote {len(self.rows())} steps")
             time.sleep(0.005)
 
-    def plan(self, length: float) -> RunPlan:
-        """The plan of the run, for responses of this mean length."""
+    def plan(self, rows: list[dict[str, Any]]) -> RunPlan:
+        """The plan of the run, for responses of the rows' length."""
         apart = self.apart or int(not self.config.sglang.colocated)
+        length = median(rows, "response_length")
         return make_plan(self.config, Cluster(self.ranks, apart), response_tokens=length)
-
-
-def family(process: subprocess.Popen[bytes], word: str) -> list[int]:
-    """Processes below a run whose command has the word, the oldest first."""
-    below = psutil.Process(process.pid).children(recursive=True)
-    return sorted(one.pid for one in below if word in one.cmdline())
 
 
 def median(rows: list[dict[str, Any]], key: str) -> float:
@@ -133,23 +152,187 @@ def median(rows: list[dict[str, Any]], key: str) -> float:
     return float(statistics.median([row[key] for row in rows if key in row] or [0.0]))
 
 
-def against_plan(run: ShortRun, rows: list[dict[str, Any]]) -> Iterator[Measurement]:
-    """Medians of the steps against the plan of the same lengths."""
-    plan = run.plan(median(rows, "response_length"))
-    busy = median(rows, "seconds_score") + median(rows, "seconds_update")
-    yield at_most("seconds of score and update", busy, plan.training.seconds, "s")
-    if plan.serving:
-        spent = median(rows, "seconds_rollout")
-        yield at_most("seconds of rollouts", spent, plan.serving.seconds, "s")
-        spent = median(rows, "seconds_sync")
-        yield at_most("seconds of sync", spent, plan.serving.sync_seconds, "s")
-    for phase in ("rollout", "score", "update", "sync"):
-        yield Measurement(f"seconds_{phase}", median(rows, f"seconds_{phase}"), "", "s")
-    if peak := median(rows, "gpu_memory_peak"):
-        planned = (plan.worst.training - plan.worst.communication) / GIB
-        yield at_most("gpu_memory_peak", peak, planned, "GiB")
-        yield at_least("mfu", median(rows, "mfu"), plan.mfu, "of peak")
-        yield Measurement("tokens_per_second", median(rows, "tokens_per_second"), "", "per GPU")
+# K6. Transport: servers with GPUs of their own, and the planner's figure that a bucket gives.
+TRANSPORTS = {"broadcast": (2, "bucket_seconds"), "tensor": (0, "handle_seconds"), "disk": (2, "")}
+PARTS = ("gather", "send", "load", "hash", "verify")
+
+
+def transports(day: Day) -> Iterator[Measurement]:
+    """Seconds of a sync, by part; a run whose checksums differ repeats the sync, then fails."""
+    for method, (apart, figure) in TRANSPORTS.items():
+        if apart and day.gpus < 2 and not day.rehearsal:
+            continue
+        servers = 1 if day.rehearsal else min(apart, day.gpus // 2)
+        key = f"sglang.sync_method={method}"
+        short = ShortRun(day, f"sync_{method}", 3, key, servers=servers)
+        rows = short.finish()[1:]  # the first sync opens the connections
+        wrong = sum(row.get("engine_corrupt_syncs", 0) for row in rows)
+        yield holds(f"{method}: checksums are equal", wrong == 0, f"{wrong:g} corrupt syncs")
+        if method == "broadcast" and not day.rehearsal:
+            log = (day.path / "K6.log").read_text(errors="replace")
+            yield holds("broadcast: over NCCL, not gloo", "gloo" not in log)
+        serving, spent = short.plan(rows).serving, median(rows, "seconds_sync")
+        assert serving is not None
+        yield at_most(f"{method}: seconds of a sync", spent, serving.sync_seconds, "s")
+        for part in PARTS:
+            if f"sync_seconds_{part}" in rows[-1]:  # absent on a CPU
+                seconds = median(rows, f"sync_seconds_{part}")
+                yield Measurement(f"{method}: seconds of {part}", seconds, "", "s")
+        if figure:
+            buckets = math.ceil(serving.sync_bytes / (short.config.sglang.sync_bucket_mib << 20))
+            each = (spent - median(rows, "sync_seconds_gather")) / buckets
+            expected = getattr(H100, figure)
+            yield at_most(f"{method}: seconds of a bucket", max(each, 1e-6), expected, "s", figure)
+
+
+# K7
+SYNC_TIMEOUT, AFTER = 30, 60  # seconds; NCCL's watchdog would end the trainer after the first
+BUCKET_MIB = 16  # small, so that a sync lasts long enough to be interrupted
+RECEIVED = '"POST /update_weights_from_distributed'
+CYCLES = 20
+MOST_GROWTH = 256.0  # MiB
+
+
+def faults(day: Day) -> Iterator[Measurement]:
+    """kill -9 of a server in a sync; then cycles of release and resume."""
+    yield from _killed_in_a_sync(day)
+    yield from _cycles(day)
+
+
+def _killed_in_a_sync(day: Day) -> Iterator[Measurement]:
+    options = (f"sglang.sync_timeout={SYNC_TIMEOUT}", f"sglang.sync_bucket_mib={BUCKET_MIB}")
+    short = ShortRun(day, "killed", 10_000, *options, servers=2)
+    logs, last = short.directory / "servers", SYNC_TIMEOUT + (3 if day.rehearsal else AFTER)
+    with short.running() as process:
+        short.reach(process, 2)
+        before = _received(logs)
+        short.wait(process, lambda: _received(logs) > before, "bucket of the next sync")
+        below = psutil.Process(process.pid).children(recursive=True)
+        server = max(one.pid for one in below if "--model-path" in one.cmdline())
+        os.killpg(os.getpgid(server), signal.SIGKILL)
+        killed, step = time.monotonic(), len(short.rows())
+        short.reach(process, step + 2)
+        what, spent = "seconds from kill -9 to the second next step", time.monotonic() - killed
+        yield at_most(what, spent, 2.0 * SYNC_TIMEOUT, "s")
+        short.wait(process, lambda: time.monotonic() - killed > last, f"{last} s after the kill")
+        rows = short.rows()
+        yield holds(f"the trainer still runs {last} s after the kill", True, f"{len(rows)} steps")
+        restarts = rows[-1].get("engine_restarts", 0)
+        yield holds("the server is started again", restarts >= 1, f"{restarts:g} restarts")
+        peak, later = (median(part, "gpu_memory_peak") for part in (rows[:step], rows[step + 2 :]))
+        if peak:
+            yield at_most("rank 0's memory after the kill", later, peak, "GiB")
+        process.send_signal(signal.SIGTERM)
+        process.wait(120.0)
+
+
+def _received(logs: Path) -> int:
+    """Buckets that servers have answered, by their logs."""
+    texts = (log.read_text(errors="replace") for log in logs.glob("*.log"))
+    return sum(text.count(RECEIVED) for text in texts)
+
+
+def _cycles(day: Day) -> Iterator[Measurement]:
+    """Free memory of the first GPU after every step, in which its server released and resumed."""
+    cycles, free = 3 if day.rehearsal else CYCLES, list[float]()
+    short = ShortRun(day, "cycles", cycles, "rollout.rollout_max_response_len=16")
+    with short.running() as process:
+        for step in range(1, cycles + 1):
+            short.reach(process, step)
+            free.append(torch.cuda.mem_get_info()[0] / 2**20 if torch.cuda.is_available() else 0.0)
+        process.wait(120.0)
+    lost = max(free[1:3]) - min(free[-3:])
+    yield holds(f"{cycles} cycles of release and resume", process.returncode == 0)
+    yield holds("memory stays flat", lost < MOST_GROWTH, f"{lost:.0f} MiB lost after step 2")
+
+
+# K8
+MOST_NATS = 0.05  # mean difference of log-probs in bf16
+SEQUENCES, PROMPT = (1, 32, 95, 190), 256
+
+
+def decoding(day: Day) -> Iterator[Measurement]:
+    """Parity with both caches, tokens a second for several numbers of sequences, a long answer."""
+    small, apart = day.rehearsal, 1 if day.gpus > 1 else 0
+    length = f"rollout.rollout_max_response_len={12 if small else 4096}"
+    bf16 = ShortRun(day, "parity_bf16", 1, length, servers=apart)
+    yield from _parity(bf16, "bf16", small)
+    if not small:  # no CPU has that cache
+        cache = "sglang.server_args=--kv-cache-dtype fp8_e4m3"
+        yield from _parity(
+            ShortRun(day, "parity_fp8", 1, cache, length, servers=apart), "fp8", small
+        )
+    yield from _rates(ShortRun(day, "rates", 1, servers=1).config, day)
+    longest = 32 if small else 20480
+    sizes = ["rollout.rollout_batch_size=1", "rollout.n_samples_per_prompt=2"]
+    sizes += [f"rollout.rollout_max_response_len={longest}"]
+    sizes += [f"policy.max_tokens_per_gpu={longest + 512}"]
+    (row,) = ShortRun(day, "long", 1, *sizes, servers=apart).finish()
+    late, found = row.get("engine_fault_timeout", 0), f"{row['response_length']:.0f} tokens"
+    yield holds(f"an answer of up to {longest:,} tokens in one request", late == 0, found)
+
+
+def _parity(short: ShortRun, name: str, small: bool) -> Iterator[Measurement]:
+    """Every pair of columns of `parity`; its own verdict is the row before them."""
+    prompts, tokens = ("4", "12") if small else ("64", "4096")
+    command, said = short.command("parity"), "within its limit"
+    try:
+        checked([*command, "--prompts", prompts, "--tokens", tokens])
+    except RuntimeError as error:
+        said = str(error)
+    yield holds(f"parity, {name} cache", said == "within its limit", said)
+    file = short.directory / "parity.json"
+    for pair in json.loads(file.read_text())["pairs"] if file.is_file() else ():
+        what = f"{name} cache: {pair['pair']}, mean of {pair['tokens']:,} tokens"
+        yield within(what, pair["mean"], MOST_NATS, "nats")
+        ends = [f"{first}: {value:.2g}" for first, value in pair["by_position"].items()]
+        yield Measurement(f"{what} by position", ", ".join(ends))
+
+
+def _rates(config: Config, day: Day) -> Iterator[Measurement]:
+    """Seconds of a decoding step against the plan, and the figures that fit them best."""
+    few, many = (4, 12) if day.rehearsal else (32, 288)
+    model = served_model(config, load_tokenizer(config.policy.hf_checkpoint))
+    alone = dataclasses.replace(config.sglang, first_gpu=0)  # nothing trains meanwhile
+    with contextlib.closing(SGLangPool(alone, model, day.path / "rates")) as pool:
+        pool.start().result()
+        url, spent = pool.servers[0].client.url, dict[int, float]()
+        for count in SEQUENCES[: 2 if day.rehearsal else None]:
+            _, less, more = (asyncio.run(_asked(url, config, count, n)) for n in (few, few, many))
+            spent[count] = max((more - less) / (many - few), 1e-6)
+    shape = shape_of(model_shape(config.policy.hf_checkpoint))
+    weights, cache = model_bytes(shape), cache_bytes_per_token(shape, config)
+    cache *= PROMPT + (few + many) / 2
+
+    def planned(count: int, machine: Machine) -> float:
+        return decoding_seconds(count, shape, weights, cache, 1, machine)
+
+    def distance(machine: Machine) -> float:
+        """Mean relative difference of planned and measured seconds."""
+        return statistics.mean(abs(planned(n, machine) / spent[n] - 1) for n in spent)
+
+    for count, seconds in spent.items():
+        expected = count / planned(count, SERVER)
+        yield at_least(f"decoding {count} sequences", count / seconds, expected, "tokens/s")
+    machines = (
+        dataclasses.replace(SERVER, decode_share=share / 100, decode_latency=latency * 1e-4)
+        for share in range(30, 101, 5)
+        for latency in range(1, 101)
+    )
+    best = min(machines, key=distance)
+    for name in ("decode_share", "decode_latency", "decode_layer"):
+        yield Measurement(name, getattr(best, name), getattr(SERVER, name), "", "-", name)
+
+
+async def _asked(url: str, config: Config, count: int, tokens: int) -> float:
+    """Seconds of `count` answers of `tokens` tokens each, in one request."""
+    ids = [[2 + (place * 7 + number) % 250 for place in range(PROMPT)] for number in range(count)]
+    sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
+    body, begin = {"input_ids": ids, "sampling_params": sampling}, time.perf_counter()
+    async with session(authorization(api_key(config.sglang))) as connections:
+        answer = await connections.post(f"{url}/generate", json=body, raise_for_status=True)
+        await answer.read()
+    return time.perf_counter() - begin
 
 
 def training(day: Day) -> Iterator[Measurement]:
@@ -157,29 +340,38 @@ def training(day: Day) -> Iterator[Measurement]:
     steps = 4 if day.rehearsal else 20
     kept = ("run.save_interval=1", "run.record=all")
     short = ShortRun(day, "run", steps, *kept, servers=None if day.rehearsal else 0)
-    killed = _killed(short, steps // 2)
-    yield holds(f"a rank is killed at step {killed}", bool(killed), str(killed))
+    with short.running() as process:
+        short.reach(process, steps // 2)
+        ranks = psutil.Process(process.pid).children() if short.ranks > 1 else []
+        killed = len(short.rows())
+        os.kill(max((rank.pid for rank in ranks), default=process.pid), signal.SIGKILL)
+        process.wait(120.0)
+    yield holds(f"a rank is killed at step {killed}", True, str(killed))
     rows = short.finish()
     found = [row["step"] for row in rows]
     yield holds("every step once, after the resume", found == list(range(1, steps + 1)), str(found))
-    yield from against_plan(short, rows[1:])
+    yield from _against_plan(short, rows[1:])
     if short.ranks == 1:  # raises where a figure differs
         replay = [sys.executable, "-m", "megatron_stare", "train", str(short.directory)]
         checked([*replay, "--replay", str(steps - 1)])
         yield holds(f"replay of step {steps - 1}", True, "the same figures")
-    alarms = [key for row in rows for key in row if key.startswith("alarm")]
-    yield holds("no alarm", not alarms, ", ".join(sorted(set(alarms))) or "none", "WARN")
+    alarms = {key for row in rows for key in row if key.startswith("alarm")}
+    yield holds("no alarm", not alarms, ", ".join(sorted(alarms)) or "none", "WARN")
 
 
-def _killed(short: ShortRun, step: int) -> int:
-    """Start the run and kill its last rank after `step`; the step that was written last."""
-    process = short.start()
-    try:
-        last = short.reach(process, step)
-        ranks = psutil.Process(process.pid).children() if short.ranks > 1 else []
-        os.kill(max((rank.pid for rank in ranks), default=process.pid), signal.SIGKILL)
-        process.wait(120.0)
-    finally:
-        process.kill()
-        process.wait()
-    return last
+def _against_plan(short: ShortRun, rows: list[dict[str, Any]]) -> Iterator[Measurement]:
+    """Medians of the steps against the plan of the same lengths."""
+    plan, phases = short.plan(rows), ("rollout", "score", "update", "sync")
+    spent = {phase: median(rows, f"seconds_{phase}") for phase in phases}
+    busy = spent["score"] + spent["update"]
+    yield at_most("seconds of score and update", busy, plan.training.seconds, "s")
+    if plan.serving:
+        yield at_most("seconds of rollouts", spent["rollout"], plan.serving.seconds, "s")
+        yield at_most("seconds of sync", spent["sync"], plan.serving.sync_seconds, "s")
+    for phase, seconds in spent.items():
+        yield Measurement(f"seconds_{phase}", seconds, "", "s")
+    if peak := median(rows, "gpu_memory_peak"):
+        planned = (plan.worst.training - plan.worst.communication) / GIB
+        yield at_most("gpu_memory_peak", peak, planned, "GiB")
+        yield at_least("mfu", median(rows, "mfu"), plan.mfu, "of peak")
+        yield Measurement("tokens_per_second", median(rows, "tokens_per_second"), "", "per GPU")

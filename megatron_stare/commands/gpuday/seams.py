@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_stare.commands.gpuday.results import Day, Measurement, holds
-from megatron_stare.commands.gpuday.stages import checkout, tool
+from megatron_stare.commands.gpuday.results import Day, Measurement, Verdict, holds
+from megatron_stare.commands.gpuday.stages import checkout
 from megatron_stare.config import Config, override
-from megatron_stare.debug.doctor import Finding, examine
+from megatron_stare.debug.doctor import examine
 from megatron_stare.system import LEAST_DRIVER, nvidia_driver
 
 NEEDED = ("TransformerEngine", "CUDA", "SGLang", "servers' NCCL")  # of what doctor warns of
@@ -22,55 +23,41 @@ def run(day: Day) -> Iterator[Measurement]:
     """The driver, every check of `doctor` for a run with SGLang servers, those of Slurm's health
     check, and a first use of what must compile.
     """
-    yield _driver()
-    settings = ["rollout.engine=sglang", f"run.dir={day.directory}/run", *day.overrides]
-    yield from (_row(finding) for finding in examine(override(Config(), settings)))
+    version, least = nvidia_driver(), LEAST_DRIVER["13"]
+    major = version.partition(".")[0]
+    verdict: Verdict = "OK" if major.isdigit() and int(major) >= least else "FAIL"
+    none = "no /proc/driver/nvidia and no nvidia-smi; install NVIDIA's driver"
+    yield Measurement("driver", version or none, f">= {least}", verdict=verdict)
+    settings = ["rollout.engine=sglang", f"run.dir={day.path}/run", *day.overrides]
+    for finding in examine(override(Config(), settings)):
+        found = f"{finding.found}; {finding.remedy}".removesuffix("; ")
+        # What is only a warning for a laptop ends a day on GPUs.
+        missing = "not installed" in finding.found or "no GPU" in finding.found
+        is_fault = finding.level == "WARN" and finding.what in NEEDED and missing
+        yield Measurement(finding.what, found, verdict="FAIL" if is_fault else finding.level)
     yield from _node(day)
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     yield Measurement("devices", f"torch sees {torch.cuda.device_count()} GPUs")
-    compilers = "install gcc, g++ and python3-dev"
-    yield _tried("torch.compile", _compiled, device, compilers)
+    yield _tried("torch.compile", _compiled, device, "install gcc, g++ and python3-dev")
     yield _tried("TransformerEngine layer", _layer, device, "`make gpu`")
-    smi = tool("nvidia-smi")
-    if smi:
+    if smi := shutil.which("nvidia-smi"):
         said = subprocess.run([smi, "topo", "-m"], capture_output=True, text=True, timeout=60)
         (day.path / "topology.txt").write_text(said.stdout)
         yield Measurement("topology", "topology.txt" if said.returncode == 0 else said.stderr[:200])
 
 
-def _driver() -> Measurement:
-    version, least = nvidia_driver(), LEAST_DRIVER["13"]
-    if not version:
-        missing = "no /proc/driver/nvidia and no nvidia-smi"
-        return Measurement(
-            "driver", f"{missing}; install NVIDIA's driver", f">= {least}", "", "FAIL"
-        )
-    major = version.partition(".")[0]
-    right = major.isdigit() and int(major) >= least
-    return Measurement("driver", version, f">= {least}", "", "OK" if right else "FAIL")
-
-
-def _row(finding: Finding) -> Measurement:
-    """A finding as a row. What is only a warning for a laptop ends a day on GPUs."""
-    said = f"{finding.found}; {finding.remedy}" if finding.remedy else finding.found
-    missing = "not installed" in finding.found or "no GPU" in finding.found
-    is_fault = finding.level == "WARN" and finding.what in NEEDED and missing
-    return Measurement(finding.what, said, "", "", "FAIL" if is_fault else finding.level)
-
-
 def _node(day: Day) -> Iterator[Measurement]:
     """Slurm's health check of a node, where the checkout has it; each of its lines is a fault."""
     root = checkout()
-    if root is None or not tool("bash"):
-        yield Measurement(
-            "node", "not checked: slurm/health_check.sh does not exist", "", "", "WARN"
-        )
+    if root is None or not shutil.which("bash"):
+        missing = "not checked: slurm/health_check.sh does not exist"
+        yield Measurement("node", missing, verdict="WARN")
         return
     python = Path(sys.executable)
     environment = os.environ | {
-        "LOGS": day.directory,
+        "LOGS": str(day.path),
         "GPUS_PER_NODE": str(day.gpus),
         "VENV": str(python.parent.parent) if python.parent.name == "bin" else "",
     }
@@ -78,17 +65,18 @@ def _node(day: Day) -> Iterator[Measurement]:
     said = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300)
     faults = [line for line in said.stderr.splitlines() if line.strip()]
     yield holds("node", said.returncode == 0, f"{len(faults)} faults of slurm/health_check.sh")
-    yield from (Measurement("node", line, "", "", "FAIL") for line in faults)
+    yield from (Measurement("node", line, verdict="FAIL") for line in faults)
     header = Path(sysconfig.get_path("include")) / "Python.h"
     yield holds("Python.h", header.is_file(), str(header))
 
 
 def _tried(what: str, look: Callable[[str], str], device: str, remedy: str) -> Measurement:
     try:
-        return Measurement(what, look(device), "", "", "OK")
+        return Measurement(what, look(device), verdict="OK")
     except Exception as error:  # a broken installation may raise anything
         first = (str(error).strip().splitlines() or [""])[0]
-        return Measurement(what, f"{type(error).__name__}: {first[:200]}; {remedy}", "", "", "FAIL")
+        found = f"{type(error).__name__}: {first[:200]}; {remedy}"
+        return Measurement(what, found, verdict="FAIL")
 
 
 def _compiled(device: str) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_stare.commands.gpuday.results import Day, Measurement, Skipped, holds, read_result
 from megatron_stare.commands.gpuday.runs import ShortRun
-from megatron_stare.commands.gpuday.stages import checked, checkout, tool
+from megatron_stare.commands.gpuday.stages import checked, checkout, last_line
 from megatron_stare.recipes import find_recipe
 
 NODES, GPUS_PER_NODE = 2, 8
@@ -30,7 +31,7 @@ class Job:
         place = [f"--output={output}", f"--chdir={root}", f"--nodes={NODES}"]
         command = ["sbatch", "--parsable", *place, str(root / "slurm" / script), *words]
         submitted = checked(command, MEGATRON_STARE=str(root), **variables)
-        self.number = submitted.split(";")[0].strip().splitlines()[-1]
+        self.number = last_line(submitted.partition(";")[0])
 
     def __getitem__(self, field: str) -> str:
         """A field of `scontrol show job`."""
@@ -48,7 +49,7 @@ class Job:
         while not come():
             state = self["JobState"]
             if (state in OVER and not come()) or time.monotonic() > deadline:
-                end = self.text.strip().splitlines()[-1:]
+                end = last_line(self.text)
                 raise RuntimeError(f"no {what}: job {self.number} is {state}; {end}")
             time.sleep(2.0)
 
@@ -56,7 +57,7 @@ class Job:
 def run(day: Day) -> Iterator[Measurement]:
     """K0 and K5 on every node, the links between them, and a run that USR1 moves on."""
     root = checkout()
-    if root is None or not tool("sbatch"):
+    if root is None or not shutil.which("sbatch"):
         raise Skipped("needs sbatch and the checkout; run it where jobs are submitted")
     try:
         checked(["sinfo", "--noheader"])
@@ -71,17 +72,16 @@ def _nodes(day: Day, root: Path) -> Iterator[Measurement]:
     words = ["--stages", "K0,K5", *["--rehearse"] * day.rehearsal]
     job = Job(root, day.path / "nodes.out", "gpuday.sbatch", *words, GPUDAY=str(place))
     job.until(lambda: job["JobState"] in OVER, "end")
-    results = [(file.parent.name, file.stem) for file in sorted(place.glob("*/K*.json"))]
-    yield holds(f"{NODES} nodes accepted", len(results) == 2 * NODES, f"{len(results)} results")
-    for node, stage in results:
-        result = read_result(place / node, stage)
+    files = sorted(place.glob("*/K*.json"))
+    yield holds(f"{NODES} nodes accepted", len(files) == 2 * NODES, f"{len(files)} results")
+    for file in files:
+        result = read_result(file.parent, file.stem)
         assert result is not None
         faults = [row.what for row in result.rows if row.verdict == "FAIL"]
         found = f"{result.status}, FAIL: {', '.join(faults) or 'none'}"
-        yield holds(f"{stage} on {node}", not result.faulty, found)
-    for line in re.findall(
-        r"^(?:OK|WARN|FAIL) +((?:bandwidth|clocks|versions): .*)$", job.text, re.M
-    ):
+        yield holds(f"{file.stem} on {file.parent.name}", not result.faulty, found)
+    finding = r"^(?:OK|WARN|FAIL) +((?:bandwidth|clocks|versions): .*)$"
+    for line in re.findall(finding, job.text, re.M):
         yield Measurement("between the nodes", line)
 
 

@@ -26,14 +26,12 @@ from megatron_stare.config import UserError
 from megatron_stare.planning.machine import H100, read_machine
 from megatron_stare.planning.shapes import model_shape
 
-MODULE = "tests.commands.gpuday.stages_of_tests"
+MODULE = "tests.commands.gpuday.stages_of_tests:run"
 FIRST, SECOND = (Stage(name, MODULE, (2, 2), 0, "a test") for name in ("K0", "K1"))
 
 
 def day_of(place: Path, way: str, **settings: object) -> Day:
-    day = Day(str(place), 0, overrides=(way,), **settings)  # type: ignore[arg-type]
-    day.write()
-    return day
+    return Day(place, 0, overrides=(way,), **settings)  # type: ignore[arg-type]
 
 
 def test_a_stage_that_fails_keeps_its_rows_and_does_not_stop_the_next(tmp_path: Path) -> None:
@@ -124,7 +122,7 @@ def test_without_a_driver_k0_says_what_is_missing(
     monkeypatch.setattr(system, "DRIVER_FILE", tmp_path / "none")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr("megatron_stare.debug.doctor.on_gpu", lambda: False)
-    rows = itertools.takewhile(lambda row: row.what != "node", seams.run(Day(str(tmp_path), 0)))
+    rows = itertools.takewhile(lambda row: row.what != "node", seams.run(Day(tmp_path, 0)))
     found = {row.what: row for row in rows}
     driver, cuda = found["driver"], found["CUDA"]
     assert driver.verdict == cuda.verdict == "FAIL" and driver.expected == ">= 580"
@@ -138,32 +136,29 @@ def test_k1_reports_failing_tests_as_a_row(tmp_path: Path, monkeypatch: pytest.M
         "import pytest\n\n\n@pytest.mark.gpu\ndef test_it():\n    assert False\n"
     )
     monkeypatch.setattr(kernels, "checkout", lambda: tmp_path)
-    (row,) = kernels._tests()
+    row = kernels._tests()
     assert row.verdict == "FAIL" and "1 failed" in str(row.measured)
 
 
 def test_a_recipe_that_fails_does_not_end_those_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcomes = iter([MemoryError("no room"), None])
+    outcomes = iter([MemoryError("no room"), None, None])
 
     def steps(*_: object) -> tuple[None, None, bool]:
         if error := next(outcomes):
             raise error
         return None, None, True
 
-    day = Day(str(tmp_path), 0, rehearsal=True)
+    day = Day(tmp_path, 0, rehearsal=True)
     for name, value in (("_answer", lambda: None), ("steps", steps)):
         monkeypatch.setattr(rank_memory, name, value)
     monkeypatch.setattr(rank_memory.topologies, "imagined", lambda *_: contextlib.nullcontext())
-    names = ["short_cot_7b", "short_cot_14b"]
-    rank_memory.main(day, names)
-    lines = ["a word of a library\n", *capsys.readouterr().out.splitlines(keepends=True)]
-    monkeypatch.setattr(rank_memory, "output_of", lambda command: lines)
-    failed, taken = rank_memory._rows(day, names, {})
+    failed, taken, again = rank_memory.run(day)
     assert failed.verdict == "FAIL" and failed.measured == "MemoryError: no room"
     assert taken.verdict == "OK" and taken.what == "short_cot_14b: two steps of rank 0 of 8"
-    assert "a word of a library" in capsys.readouterr().out
+    assert again.verdict == "OK" and "short_cot_7b, expandable" in again.what
+    assert "no room" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("servers", [0, 2])
@@ -179,7 +174,7 @@ def test_the_runs_of_the_kit_are_valid_and_fit_their_gpus(
     if servers and not apart:
         return
     short = runs.ShortRun(day, "run", 20, servers=apart)
-    config, plan = short.config, short.plan(512.0)
+    config, plan = short.config, short.plan([{"response_length": 512.0}])
     assert config.run.seed == 3 and not plan.faults
     assert short.ranks + short.apart <= gpus
     assert config.sglang.colocated == (servers == 0)

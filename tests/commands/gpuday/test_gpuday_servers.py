@@ -30,8 +30,7 @@ ROWS = {
 
 @pytest.mark.parametrize("stage", [each for each in STAGES if each.on_cpu], ids=lambda s: s.name)
 def test_a_stage_with_servers_runs_to_its_end(stage: Stage, tmp_path: Path) -> None:
-    day = Day(str(tmp_path), gpus=0, rehearsal=True)
-    day.write()
+    day = Day(tmp_path, gpus=0, rehearsal=True)
     (result,) = run_stages(day, [stage])
     log = (tmp_path / f"{stage.name}.log").read_text()
     assert result.status == "finished", f"{result.reason}\n{log[-3000:]}"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
 import subprocess
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron_stare.config import Config, PolicyConfig, UserError
-from megatron_stare.debug.doctor import Finding, Level, examine
+from megatron_stare.debug.doctor import Finding, Level, examine, judged
 from megatron_stare.policy import runtime
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
@@ -88,10 +89,12 @@ def _clocks(topology: Topology) -> Finding:
     clocks = topology.gather((time.time(), socket.gethostname()))
     early, late = min(clocks), max(clocks)
     skew = late[0] - early[0]
-    level: Level = "OK" if skew < MOST_SKEW else ("WARN" if skew < WORST_SKEW else "FAIL")
-    where = f", the clock of {early[1]} is earlier than that of {late[1]}" if level != "OK" else ""
-    remedy = "" if level == "OK" else "turn on chrony or ntpd"
-    return Finding(level, "clocks", f"within {skew:.3f} s{where}", remedy)
+    found = f"within {skew:.3f} s"
+    if skew < MOST_SKEW:
+        return Finding("OK", "clocks", found)
+    found += f", the clock of {early[1]} is earlier than that of {late[1]}"
+    level: Level = "WARN" if skew < WORST_SKEW else "FAIL"
+    return Finding(level, "clocks", found, "turn on chrony or ntpd")
 
 
 def _bandwidth(topology: Topology) -> Finding:
@@ -106,27 +109,30 @@ def _bandwidth(topology: Topology) -> Finding:
     if ranks == 1:
         return Finding("OK", "bandwidth", "not measured: there is only one rank")
     values = torch.zeros(size // 4, device=runtime.device())
-    seconds = []
-    for _ in range(ROUNDS + 1):  # the first round opens the connections
-        dist.barrier()
-        begin = time.perf_counter()
-        dist.all_reduce(values)
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    slowest = torch.tensor([sorted(seconds[1:])[ROUNDS // 2]], device=runtime.device())
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    rate = 2 * (ranks - 1) / ranks * size / slowest.item()
-    slow = rate < least
-    return Finding(
-        "WARN" if slow else "OK",
-        "bandwidth",
-        f"{rate / 1e9:.2f} GB/s between {ranks} ranks ({backend})",
+    rate = 2 * (ranks - 1) / ranks * size / slowest_seconds(lambda: dist.all_reduce(values))
+    remedy = (
         f"at least {least / 1e9:.3g} is usual; run with NCCL_DEBUG=INFO and look for the network it"
         " chose, set NCCL_SOCKET_IFNAME or NCCL_IB_HCA"
-        if slow
-        else "",
     )
+    found = f"{rate / 1e9:.2f} GB/s between {ranks} ranks ({backend})"
+    return judged(rate >= least, "bandwidth", found, remedy)
+
+
+def slowest_seconds(work: Callable[[], object]) -> float:
+    """The median seconds of a collective on the slowest rank, after one that opens the connections.
+    The call is collective.
+    """
+    seconds = []
+    for _ in range(ROUNDS + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    slowest = torch.tensor([statistics.median(seconds[1:])], device=runtime.device())
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
 
 
 def ceiling(ranks: int) -> float:
@@ -151,10 +157,7 @@ def _versions(everyone: list[tuple[str, list[Finding]]]) -> Finding:
     for host, findings in everyone:
         for one in findings:
             if one.what in first and one.found != first[one.what]:
-                return Finding(
-                    "FAIL",
-                    "versions",
-                    f"{host} has {one.what} {one.found}, {everyone[0][0]} {first[one.what]}",
-                    "install the same environment on every node",
-                )
+                found = f"{host} has {one.what} {one.found}, {everyone[0][0]} {first[one.what]}"
+                remedy = "install the same environment on every node"
+                return Finding("FAIL", "versions", found, remedy)
     return Finding("OK", "versions", f"the same on {len(everyone)} ranks")

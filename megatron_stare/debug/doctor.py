@@ -17,7 +17,9 @@ import resource
 import runpy
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -55,51 +57,40 @@ class Finding:
         return f"{self.level:5}{self.what}: {self.found}{remedy}"
 
 
+def judged(right: bool, what: str, found: str, remedy: str, otherwise: Level = "WARN") -> Finding:
+    """OK if it is right; else the other level, with the remedy."""
+    return Finding("OK", what, found) if right else Finding(otherwise, what, found, remedy)
+
+
 def examine(config: Config) -> Iterator[Finding]:
     """Check this machine for a run of `config`. Each finding is yielded as soon as it is known."""
-    looks: tuple[Callable[[Config], Iterator[Finding]], ...] = (
-        *(_packages, _optional, _gpus, servers),
-        *(disk, _shared_memory, _limits),
-    )
-    return (finding for look in looks for finding in look(config))
+    for look in (_packages, _optional, _gpus, servers, disk, _shared_memory, _limits):
+        yield from look(config)
 
 
 def print_findings(findings: Iterable[Finding]) -> int:
     """Print one line per finding as soon as it is known, then a count per level. The returned exit
     code is 1 if any finding is FAIL.
     """
-    printed = []
+    levels: Counter[Level] = Counter()
     for finding in findings:
         print(finding.line(), flush=True)
-        printed.append(finding)
-    if printed:
-        print(count(printed))
-    return int(any(finding.level == "FAIL" for finding in printed))
-
-
-def count(findings: list[Finding]) -> str:
-    """The number of findings per level, as one line."""
-    levels: tuple[Level, ...] = get_args(Level)
-    return ", ".join(f"{sum(one.level == each for one in findings)} {each}" for each in levels)
+        levels[finding.level] += 1
+    if levels:
+        print(", ".join(f"{levels[each]} {each}" for each in get_args(Level)))
+    return int(levels["FAIL"] > 0)
 
 
 def _packages(config: Config) -> Iterator[Finding]:
     """Compare Python and the required packages with the supported and the tested versions."""
     version = platform.python_version()
-    python_is_new = tuple(map(int, platform.python_version_tuple()[:2])) >= (3, 12)
-    yield Finding(
-        "OK" if python_is_new else "FAIL",
-        "python",
-        version,
-        "" if python_is_new else "use 3.12 or newer",
-    )
+    yield judged(sys.version_info >= (3, 12), "python", version, "use 3.12 or newer", "FAIL")
     tested = pinned_versions()
     try:
         required = metadata.requires("megatron-stare") or []
     except metadata.PackageNotFoundError:
-        yield Finding(
-            "FAIL", "megatron-stare", "not installed", "pip install -e . in its directory"
-        )
+        remedy = "pip install -e . in its directory"
+        yield Finding("FAIL", "megatron-stare", "not installed", remedy)
         return
     for line in required:
         requirement = Requirement(line)
@@ -116,9 +107,8 @@ def _package(requirement: Requirement, tested: str) -> Finding:
         return Finding("FAIL", name, "not installed", install)
     if not requirement.specifier.contains(version, prereleases=True):
         return Finding("FAIL", name, f"{version}, outside {requirement.specifier}", install)
-    if tested and version.partition("+")[0] != tested:
-        return Finding("WARN", name, f"{version}", f"{tested} is what the tests run")
-    return Finding("OK", name, version)
+    same = not tested or version.partition("+")[0] == tested
+    return judged(same, name, version, f"{tested} is what the tests run")
 
 
 def pinned_versions() -> dict[str, str]:
@@ -140,39 +130,24 @@ def _optional(config: Config) -> Iterator[Finding]:
         from megatron_stare.policy.runtime import load_torchs_cudnn
 
         load_torchs_cudnn()
-    yield _importable(
-        "TransformerEngine",
-        "transformer_engine.pytorch",
-        "transformer-engine",
-        gpu,
-        "`make gpu`; without it layers are slower and policy.fp8 is refused",
-    )
+    remedy = "`make gpu`; without it layers are slower and policy.fp8 is refused"
+    module = "transformer_engine.pytorch"
+    yield _importable("TransformerEngine", module, "transformer-engine", gpu, remedy)
     if gpu and _wants_delta_kernels(config):
-        yield _importable(
-            "flash-linear-attention",
-            "fla.ops.gated_delta_rule",
-            "flash-linear-attention",
-            True,
+        name = "flash-linear-attention"
+        remedy = (
             "pip install flash-linear-attention; without its kernels gated delta nets are slow and "
-            "keep three times the memory",
+            "keep three times the memory"
         )
+        yield _importable(name, "fla.ops.gated_delta_rule", name, True, remedy)
     if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):
-        yield Finding(
-            "WARN",
-            "apex",
-            "the package of that name on the index, which is another project",
-            "pip uninstall apex; NVIDIA's is built from source, and TransformerEngine needs none",
-        )
+        found = "the package of that name on the index, which is another project"
+        remedy = "NVIDIA's is built from source, and TransformerEngine needs none"
+        yield Finding("WARN", "apex", found, f"pip uninstall apex; {remedy}")
     else:
         has = "there" if importlib.util.find_spec("apex") else "not there, and not needed"
         yield Finding("OK", "apex", has)
-    yield _importable(
-        "modelopt",
-        "modelopt.torch.quantization",
-        "nvidia-modelopt",
-        False,
-        "pip install 'megatron-stare[quantize]' for the command quantize",
-    )
+    yield _importable("modelopt", "modelopt", "nvidia-modelopt", False)
 
 
 def _wants_delta_kernels(config: Config) -> bool:
@@ -208,7 +183,7 @@ def _built_for() -> str:
     return runpy.run_path(str(Path(torch.origin).with_name("version.py"))).get("cuda") or "none"
 
 
-def _importable(what: str, module: str, project: str, wanted: bool, remedy: str) -> Finding:
+def _importable(what: str, module: str, project: str, wanted: bool, remedy: str = "") -> Finding:
     """WARN for a wanted package that is absent or broken. A package that is not wanted is not
     imported. `project`: its name on the package index.
     """
@@ -232,29 +207,22 @@ def _gpus(config: Config) -> Iterator[Finding]:
     if not on_gpu():
         built = _built_for()
         if fault := unseen_gpus(None if built == "none" else built):
-            what, _, remedy = fault.partition("; ")
-            yield Finding("FAIL", "CUDA", what, remedy)
-            return
-        yield Finding(
-            "WARN",
-            "CUDA",
-            f"no GPU is seen (torch was built for CUDA {built})",
-            "fine for a quickstart; GPUs need their driver (docs/install.md)",
-        )
+            found, _, remedy = fault.partition("; ")
+            yield Finding("FAIL", "CUDA", found, remedy)
+        else:
+            found = f"no GPU is seen (torch was built for CUDA {built})"
+            remedy = "fine for a quickstart; GPUs need their driver (docs/install.md)"
+            yield Finding("WARN", "CUDA", found, remedy)
         return
     import torch
 
-    names = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
+    count = torch.cuda.device_count()
+    names = {torch.cuda.get_device_name(number) for number in range(count)}
     free, total = torch.cuda.mem_get_info(0)
-    yield Finding(
-        "OK", "CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} x {', '.join(names)}"
-    )
-    yield Finding(
-        "OK" if free > 0.95 * total else "WARN",
-        "GPU memory",
-        f"{free / GIB:.1f} of {total / GIB:.1f} GiB free",
-        "" if free > 0.95 * total else "end the processes that nvidia-smi shows",
-    )
+    yield Finding("OK", "CUDA", f"{torch.version.cuda}, {count} x {', '.join(names)}")
+    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    remedy = "end the processes that nvidia-smi shows"
+    yield judged(free > 0.95 * total, "GPU memory", found, remedy)
     major, minor = torch.cuda.get_device_capability(0)
     if major < 8:
         yield Finding("FAIL", "GPU", f"compute capability {major}", "bf16 needs 8.0 or newer")
@@ -383,28 +351,19 @@ def nccl_finding(ours: tuple[int, ...], theirs: tuple[int, ...] | None) -> Findi
     """Check that trainer and servers have one NCCL version: NCCL connects no two different ones."""
     what = "servers' NCCL"
     if theirs is None:
-        return Finding(
-            "WARN",
-            what,
-            "unknown",
-            "set sglang.python to the servers' Python; if its NCCL differs, weights go over gloo",
-        )
+        remedy = "set sglang.python to the servers' Python; if its NCCL differs, weights go over"
+        return Finding("WARN", what, "unknown", f"{remedy} gloo")
     version = ".".join(map(str, theirs))
     if theirs == ours:
         return Finding("OK", what, version)
-    own = ".".join(map(str, ours))
-    return Finding(
-        "WARN",
-        what,
-        f"{version}, the trainer's is {own}: weights go over gloo, by way of host memory",
-        "install one version of nvidia-nccl in both environments",
-    )
+    found = f"{version}, the trainer's is {'.'.join(map(str, ours))}: weights go over gloo, by way"
+    remedy = "install one version of nvidia-nccl in both environments"
+    return Finding("WARN", what, f"{found} of host memory", remedy)
 
 
 def _sglang(what: str, version: str) -> Finding:
-    if version == TESTED_SGLANG:
-        return Finding("OK", what, f"SGLang {version}")
-    return Finding("WARN", what, f"SGLang {version}", f"{TESTED_SGLANG} is what the tests run")
+    remedy = f"{TESTED_SGLANG} is what the tests run"
+    return judged(version == TESTED_SGLANG, what, f"SGLang {version}", remedy)
 
 
 def nearest_place(directory: Path) -> Path:
@@ -432,13 +391,10 @@ def disk(config: Config, runs: int = 1) -> Iterator[Finding]:
             copies = 7 + bool(config.policy.ref_update_interval)
             needed = int(copies * model_bytes(shape) * checkpoints * runs)
     free = shutil.disk_usage(place).free
-    level: Level = "OK" if free >= needed else ("WARN" if free * checkpoints >= needed else "FAIL")
-    yield Finding(
-        level,
-        "disk",
-        f"{free / GIB:,.1f} GiB free in {place}, {needed / GIB:,.1f} wanted for checkpoints",
-        "" if level == "OK" else "give run.dir a larger place, or lower run.keep_last",
-    )
+    found = f"{free / GIB:,.1f} GiB free in {place}, {needed / GIB:,.1f} wanted for checkpoints"
+    remedy = "give run.dir a larger place, or lower run.keep_last"
+    otherwise: Level = "WARN" if free * checkpoints >= needed else "FAIL"
+    yield judged(free >= needed, "disk", found, remedy, otherwise)
 
 
 def _shared_memory(config: Config) -> Iterator[Finding]:
@@ -447,30 +403,19 @@ def _shared_memory(config: Config) -> Iterator[Finding]:
         return
     total = shutil.disk_usage("/dev/shm").total
     wanted = ENOUGH_SHARED if on_gpu() else LEAST_SHARED
-    level: Level = "OK" if total >= wanted else ("WARN" if total >= LEAST_SHARED else "FAIL")
-    yield Finding(
-        level,
-        "shared memory",
-        f"{total / GIB:.2f} GiB",
-        "" if level == "OK" else f"in a container: --shm-size={wanted // GIB or 1}g or --ipc=host",
-    )
+    remedy = f"in a container: --shm-size={wanted // GIB or 1}g or --ipc=host"
+    otherwise: Level = "WARN" if total >= LEAST_SHARED else "FAIL"
+    found = f"{total / GIB:.2f} GiB"
+    yield judged(total >= wanted, "shared memory", found, remedy, otherwise)
 
 
 def _limits(config: Config) -> Iterator[Finding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = files != resource.RLIM_INFINITY and files < ENOUGH_FILES
-    yield Finding(
-        "WARN" if few else "OK",
-        "open files",
-        f"{files} (at most {most})",
-        f"ulimit -n {ENOUGH_FILES}" if few else "",
-    )
+    enough = files == resource.RLIM_INFINITY or files >= ENOUGH_FILES
+    remedy = f"ulimit -n {ENOUGH_FILES}"
+    yield judged(enough, "open files", f"{files} (at most {most})", remedy)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    bounded = locked != resource.RLIM_INFINITY
-    gpu = on_gpu()
-    yield Finding(
-        "WARN" if bounded and gpu else "OK",
-        "locked memory",
-        f"{locked / GIB:.2f} GiB" if bounded else "unlimited",
-        "ulimit -l unlimited: InfiniBand pins memory" if bounded and gpu else "",
-    )
+    unlimited = locked == resource.RLIM_INFINITY
+    found = "unlimited" if unlimited else f"{locked / GIB:.2f} GiB"
+    remedy = "ulimit -l unlimited: InfiniBand pins memory"
+    yield judged(unlimited or not on_gpu(), "locked memory", found, remedy)

@@ -15,7 +15,7 @@ from megatron_stare import system
 from megatron_stare.__main__ import main
 from megatron_stare.config import Config, override
 from megatron_stare.debug import doctor
-from megatron_stare.debug.doctor import TESTED_SGLANG, Finding, count, examine
+from megatron_stare.debug.doctor import TESTED_SGLANG, Finding, examine, print_findings
 from megatron_stare.planning import memory
 from megatron_stare.recipes import RECIPES
 from tests.paths import ROOT
@@ -228,7 +228,8 @@ def test_missing_kernels_of_delta_nets_are_a_finding(
             assert "pip install flash-linear-attention" in found["flash-linear-attention"].remedy
 
 
-def test_a_finding_is_a_line_and_levels_are_counted() -> None:
+def test_a_finding_is_a_line_and_levels_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     findings = [Finding("FAIL", "a", "b", "do c"), Finding("OK", "d", "e")]
-    assert [one.line() for one in findings] == ["FAIL a: b; do c", "OK   d: e"]
-    assert count(findings) == "1 OK, 0 WARN, 1 FAIL"
+    assert print_findings(findings) == 1
+    lines = ["FAIL a: b; do c", "OK   d: e", "1 OK, 0 WARN, 1 FAIL"]
+    assert capsys.readouterr().out.splitlines() == lines

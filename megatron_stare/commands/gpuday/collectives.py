@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stare.commands.gpuday.kernels import seconds
 from megatron_stare.commands.gpuday.results import Day, Measurement, Skipped, at_least
 from megatron_stare.commands.gpuday.stages import on_ranks
 from megatron_stare.config import PolicyConfig
-from megatron_stare.debug.cluster import ceiling
+from megatron_stare.debug.cluster import ceiling, slowest_seconds
 from megatron_stare.planning.machine import H100
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.runtime import device
@@ -61,11 +60,10 @@ def measure(size: int) -> tuple[dict[str, float], float]:
             "all-to-all": (share, lambda: dist.all_to_all_single(others, whole)),
             "ring of sends": (1.0, sent),
         }
-        rates = {}
-        for name, (factor, work) in works.items():
-            slowest = torch.tensor([seconds(work)], device=device())
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            rates[name] = factor * whole.nbytes / slowest.item()
+        rates = {
+            name: factor * whole.nbytes / slowest_seconds(work)
+            for name, (factor, work) in works.items()
+        }
         return rates, _communicator(whole)
 
 

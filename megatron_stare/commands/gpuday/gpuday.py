@@ -63,7 +63,7 @@ def _gpuday(options: argparse.Namespace) -> int:
         found = f"{len(result.rows)} rows, {result.count('FAIL')} FAIL; {result.reason}"
         seconds = f"{result.seconds:.0f} s"
         print(f"{result.stage}: {result.status} in {seconds}, {found.rstrip('; ')}", flush=True)
-    known = [result for stage in STAGES if (result := read_result(day.path, stage.name))]
+    known = [kept for stage in STAGES if (kept := read_result(day.path, stage.name))]
     print(f"report: {write_report(day, known)}\nfor plan --machine: {day.path / MACHINE}")
     return int(any(result.faulty for result in known))
 
@@ -95,7 +95,7 @@ def write_report(day: Day, results: Sequence[Result]) -> Path:
     figures: dict[str, float | str] = {"name": machine}
     lines = ["# First GPU day", "", f"Machine: {machine}", ""]
     if day.rehearsal or any("(null)" in name or name == "no GPU" for name in machines):
-        figures["name"] += ", rehearsal"
+        figures["name"] = f"{machine}, rehearsal"
         lines += [MEANINGLESS, ""]
     lines += ["| stage | what | result | seconds | rows | FAIL | WARN |"]
     lines += ["|---|---|---|---:|---:|---:|---:|"]

@@ -146,7 +146,7 @@ def _head_against_float64(head: HeadSample) -> Iterator[Measurement]:
     log_nV = torch.log_softmax(hidden_nH @ head.weight_VH.detach().double().t(), 1)
     expected_n = -log_nV.gather(1, head.target_N[some].unsqueeze(1)).squeeze(1)
     (expected_nH,) = torch.autograd.grad(expected_n.sum() / rows, hidden_nH)
-    log_nV = log_nV.detach()
+    log_nV, expected_n = log_nV.detach(), expected_n.detach()
     errors = {
         "surprisal": _most(surprisal_N[some] - expected_n),
         "entropy": _most(entropy_N[some] + (log_nV.exp() * log_nV).sum(1)),

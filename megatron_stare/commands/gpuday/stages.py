@@ -163,8 +163,8 @@ def on_ranks[T](
     """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
-    launch = LaunchConfig(1, 1, count, run_id="gpuday", max_restarts=0, **place)
+    launch = LaunchConfig(1, 1, count, run_id="gpuday", max_restarts=0)
+    launch.rdzv_backend, launch.rdzv_endpoint = "c10d", "localhost:0"
     found: dict[int, T] = elastic_launch(launch, _rank)(environment, work, *arguments)
     return found[0]
 

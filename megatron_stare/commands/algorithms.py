@@ -46,7 +46,10 @@ def page(name: str) -> str:
         f"head: {objective.head}",
         f"needs: {', '.join(('log_prob', 'advantages', *objective.needs))}",
     ]
-    settings = [_line(setting) for setting in objective.settings.values()]
+    settings = [
+        f"  {setting.key}={_value(setting)}  ({setting.values})"
+        for setting in objective.settings.values()
+    ]
     parts = ["\n".join(facts), inspect.getdoc(objective.function) or ""]
     parts += [f"Its plan: {plan}"] if plan else []
     parts += ["Settings:\n" + "\n".join(settings)] if settings else []
@@ -54,16 +57,9 @@ def page(name: str) -> str:
 
 
 def _defaults(objective: Objective) -> str:
-    own = [setting for setting in objective.settings.values() if not _of_the_house(setting)]
+    common = ("aggregation", "padded_length")
+    own = [setting for setting in objective.settings.values() if setting.name not in common]
     return ", ".join(f"{setting.name} {_value(setting)}" for setting in own)
-
-
-def _of_the_house(setting: Setting) -> bool:
-    return setting.name in ("aggregation", "padded_length")
-
-
-def _line(setting: Setting) -> str:
-    return f"  {setting.key}={_value(setting)}  ({setting.values})"
 
 
 def _value(setting: Setting) -> str:

@@ -49,15 +49,7 @@ def _plan(options: argparse.Namespace) -> int:
         config = config_of(options.source, options.overrides)  # typos fail before torch's import
         from megatron_stare.commands.plan import planned
 
-        text, fits = planned(
-            options.source,
-            config,
-            gpus=options.gpus,
-            rollout_gpus=options.rollout_gpus,
-            response_tokens=options.response_tokens,
-            cheapest=options.suggest,
-            machine=options.machine,
-        )
+        text, fits = planned(config, options)
     print(text)
     return 0 if fits else 1
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import os
-from pathlib import Path
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.config.servers import MEMORY_SHARE, SHARE_VARIABLE
@@ -32,19 +32,11 @@ def listed() -> tuple[str, bool]:
     return f"{aligned(rows)}\n{BASIS}", not any(plan.faults for plan in plans.values())
 
 
-def planned(
-    source: str,
-    config: Config,
-    gpus: int = 0,
-    rollout_gpus: int = -1,
-    response_tokens: float = 0.0,
-    cheapest: bool = False,
-    machine: Path | None = None,
-) -> tuple[str, bool]:
-    """A run's plan as text, and whether it fits. `gpus` and `rollout_gpus` replace the recipe's;
-    `machine`, a file that `gpuday` wrote, replaces figures of the planned GPU. UserError: the
-    number of GPUs is neither given nor known.
+def planned(config: Config, options: argparse.Namespace) -> tuple[str, bool]:
+    """A run's plan as text, and whether it fits, by the options of `plan`. UserError: the number of
+    GPUs is neither given nor known.
     """
+    source, gpus, rollout_gpus = options.source, options.gpus, options.rollout_gpus
     known = cluster_of(source) or (Cluster(gpus, 0) if gpus else None)
     if known is None:
         raise UserError(
@@ -54,20 +46,17 @@ def planned(
     cluster = Cluster(
         gpus or known.trainer_gpus, known.rollout_gpus if rollout_gpus < 0 else rollout_gpus
     )
-    measured = read_machine(machine) if machine else H100
-    if cheapest:
-        plan = suggest(config, cluster, measured)
+    machine = read_machine(options.machine) if options.machine else H100
+    if options.suggest:
+        plan = suggest(config, cluster, machine)
         words = " ".join(changes(config, plan)) or "as it is"
-        return (
-            f"{plan_text(source, plan)}\n\n--gpus {plan.cluster.trainer_gpus} "
-            f"--rollout-gpus {plan.cluster.rollout_gpus} {words}",
-            True,
-        )
-    plan = make_plan(config, cluster, measured, response_tokens=response_tokens)
-    others = [
-        make_plan(changed, placed, measured, response_tokens=response_tokens)
-        for changed, placed in placements(config, cluster)
-    ]
+        found = plan.cluster
+        placed = f"--gpus {found.trainer_gpus} --rollout-gpus {found.rollout_gpus} {words}"
+        return f"{plan_text(source, plan)}\n\n{placed}", True
+    plan, *others = (
+        make_plan(changed, placed, machine, response_tokens=options.response_tokens)
+        for changed, placed in [(config, cluster), *placements(config, cluster)]
+    )
     return "\n".join([plan_text(source, plan), *map(cost_text, others)]), not plan.faults
 
 

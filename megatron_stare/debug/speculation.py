@@ -24,7 +24,6 @@ Sources:
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,15 +101,20 @@ class Index:
 class Counts:
     """Sums over decoding steps."""
 
-    tokens: int = 0
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
 
-    def add(self, other: Counts) -> None:
-        for each in dataclasses.fields(self):
-            name = each.name
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+    def add(self, drafted: int, accepted: int) -> None:
+        """One decoding step."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+
+    @property
+    def tokens(self) -> int:
+        """Of the policy: the accepted ones, and a free one in every step."""
+        return self.steps + self.accepted
 
     @property
     def accept_length(self) -> float:
@@ -170,6 +174,8 @@ class _Replay:
         longest: int,
     ) -> None:
         self.step, self.measured = step, measured
+        for text in step:
+            text.known = 0
         shared: dict[object, Index] = defaultdict(lambda: Index(longest))
         # of every text: the indices that it adds to, and those that it reads
         self.written: dict[Text, list[Index]] = {}
@@ -219,13 +225,14 @@ class _Replay:
             == text.piece(here + accepted, here + accepted + 1)
         ):
             accepted += 1
-        counts = Counts(accepted + 1, 1, drafted, accepted)
-        measured, position = self.measured, here - text.start
-        measured.total.add(counts)
+        measured = self.measured
+        position = max(each for each in POSITIONS if each <= here - text.start)
+        parts = [measured.total, measured.by_position[position]]
+        parts.append(measured.by_origin[_origin(text, match)])
         if text in self.tail:
-            measured.tail.add(counts)
-        measured.by_position[max(each for each in POSITIONS if each <= position)].add(counts)
-        measured.by_origin[_origin(text, match)].add(counts)
+            parts.append(measured.tail)
+        for counts in parts:
+            counts.add(drafted, accepted)
         self._advance(text, here + accepted + 1)
 
     def _advance(self, text: Text, known: int) -> None:
@@ -253,9 +260,7 @@ def speculation_text(
     """The tables of the command. UserError: the run has no records."""
     steps = _recorded(run, newest)
     results = [
-        measure([_unknown(step) for step in steps], source, count, longest)
-        for source in SOURCES
-        for count in draft_tokens
+        measure(steps, source, count, longest) for source in SOURCES for count in draft_tokens
     ]
     first = results[0].total
     head = f"{run}: {len(steps)} steps, {sum(map(len, steps))} sequences, {first.tokens} tokens"
@@ -280,11 +285,6 @@ def _recorded(run: Path, newest: int) -> list[list[Text]]:
         )
     heads = [read_head(directory, number) for number in numbers]
     return [texts(recorded_groups(directory, head), head.step) for head in heads]
-
-
-def _unknown(step: Sequence[Text]) -> list[Text]:
-    """The same step, of which nothing has been sampled yet."""
-    return [dataclasses.replace(text, known=0) for text in step]
 
 
 def _planned_rows(results: Sequence[Measured], recipe: str) -> list[list[str]]:

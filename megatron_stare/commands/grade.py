@@ -43,13 +43,10 @@ class Summary:
 
     def lines(self) -> list[str]:
         """The summary as lines for the terminal."""
-        rows, verified = (
-            self.verdicts.total(),
-            self.verdicts.total() - self.verdicts["unverifiable"],
-        )
-        counts = ", ".join(
-            f"{self.verdicts[word]} {word}" for word in ("correct", "wrong", "unverifiable")
-        )
+        rows = self.verdicts.total()
+        verified = rows - self.verdicts["unverifiable"]
+        words = ("correct", "wrong", "unverifiable")
+        counts = ", ".join(f"{self.verdicts[word]} {word}" for word in words)
         mean = f"{self.reward / verified:.4f} over {verified} verified rows" if verified else "none"
         return [
             f"rows: {rows} ({counts}); {self.skipped} skipped",

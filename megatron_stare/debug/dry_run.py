@@ -12,8 +12,8 @@ import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -55,32 +55,32 @@ def dry_run(source: str, config: Config, runs: Mapping[str, Config]) -> int:
 def _findings(source: str, config: Config, runs: Mapping[str, Config]) -> Iterator[Finding]:
     first = next(iter(runs.values()))
     for arm, run in runs.items():
-        yield _look(f"objective{arm and f' of {arm}'}", partial(_objective, run))
-    yield _look("checkpoint", lambda: _checkpoint(first))
-    yield _look("memory", lambda: _memory(source, first))
+        yield _look(f"objective{arm and f' of {arm}'}", _objective, run)
+    yield _look("checkpoint", _checkpoint, first)
+    yield _look("memory", _memory, source, first)
     found: list[PreTrainedTokenizerBase] = []
-    yield _look("tokenizer", lambda: _tokenizer(first, found))
+    yield _look("tokenizer", _tokenizer, first, found)
     if found:
         prompts: list[Prompt] = []
         if cold_start.is_due(first):
-            yield _look("cold start", lambda: _cold_start(first))
-        yield _look("data", lambda: _data(first, found[0], prompts))
-        yield _look("evaluation", lambda: _evaluation(first, found[0]))
+            yield _look("cold start", _cold_start, first)
+        yield _look("data", _data, first, found[0], prompts)
+        yield _look("evaluation", _evaluation, first, found[0])
         firsts = {first.scoring.deciding(each.metadata): each for each in reversed(prompts)}
         for reward in sorted(firsts.keys() - {EPISODE}):
             yield _verifier(first, reward, firsts[reward])
     if first.agents.active:
-        yield _look("agents", lambda: _agents(first))
+        yield _look("agents", _agents, first)
     if first.tools.environment:
-        yield _look("tools", lambda: _tools(first, prompts))
+        yield _look("tools", _tools, first, prompts)
     yield from servers(first)
     yield from disk(first, len(runs) * max(1, len(config.compare.seeds)))
-    yield _look("run.dir", lambda: _place(runs.get("", config), runs))
+    yield _look("run.dir", _place, runs.get("", config), runs)
 
 
-def _look(what: str, look: Callable[[], str]) -> Finding:
+def _look(what: str, look: Callable[..., str], *arguments: Any) -> Finding:
     try:
-        return Finding("OK", what, look())
+        return Finding("OK", what, look(*arguments))
     except UserError as error:
         return Finding("FAIL", what, str(error))
 

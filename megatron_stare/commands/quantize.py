@@ -94,9 +94,8 @@ def _check(options: QuantizeOptions) -> PretrainedConfig:
     for name, lowest in (("samples", 1), ("held_out", 0), ("response_tokens", 0), ("seed", 0)):
         if getattr(options, name) < lowest:
             flag = name.replace("_", "-")
-            raise UserError(
-                f"--{flag} {getattr(options, name)} is out of range; it must be at least {lowest}"
-            )
+            value = getattr(options, name)
+            raise UserError(f"--{flag} {value} is out of range; it must be at least {lowest}")
     if not Path(options.calibration).is_file():
         raise UserError(
             f"--calibration {options.calibration} does not exist; give a .jsonl or .parquet of "
@@ -203,9 +202,8 @@ def _record(
 
 
 def _print(options: QuantizeOptions, split: Split, error: QuantizationError) -> None:
-    table = Table(
-        "error against the original", "", title=f"{options.format}, measured on the exported files"
-    )
+    title = f"{options.format}, measured on the exported files"
+    table = Table("error against the original", "", title=title)
     for label, value in (
         ("KL(original || quantised), mean (nats)", f"{error.kl_mean:.3e}"),
         ("KL, 99th percentile (nats)", f"{error.kl_p99:.3e}"),
@@ -216,19 +214,13 @@ def _print(options: QuantizeOptions, split: Split, error: QuantizationError) -> 
         ("same most likely token", f"{error.top1_agreement:.2%}"),
     ):
         table.add_row(label, value)
-    console = Console()
+    console = Console(highlight=False)
     console.print(table)
-    which = (
-        "prompts held out from calibration"
-        if split.held_out
-        else "the calibration prompts themselves (too few)"
-    )
+    which = "the calibration prompts themselves (too few)"
+    if split.held_out:
+        which = "prompts held out from calibration"
     tokens = sum(map(len, split.calibration))
-    console.print(
-        f"calibrated on {len(split.calibration)} prompts, {tokens} tokens", highlight=False
-    )
-    console.print(
-        f"measured on {len(split.measuring)} {which}, {error.positions} positions", highlight=False
-    )
-    console.print(f"served by: {quantization.FORMATS[options.format].serving}", highlight=False)
-    console.print(f"written: {options.target}", highlight=False, soft_wrap=True)
+    console.print(f"calibrated on {len(split.calibration)} prompts, {tokens} tokens")
+    console.print(f"measured on {len(split.measuring)} {which}, {error.positions} positions")
+    console.print(f"served by: {quantization.FORMATS[options.format].serving}")
+    console.print(f"written: {options.target}", soft_wrap=True)

@@ -7,7 +7,6 @@ the objective has a gradient through it, by its entropy), with weight, clipping 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,11 +152,13 @@ def replay(run: Path, step: int, losses: list[str]) -> bool:
     """Print whether the step, and those between the checkpoint and the step, came out the same, and
     return it. UserError: the step cannot be replayed here.
     """
-    config = _config(run, step)
-    console = Console()
+    if not run.is_dir():
+        raise UserError(f"--replay takes a run directory, and {run} is none")
+    records = records_directory(run)
+    config = read_config(records, read_head(records, step))
     with topologies.session(config.policy, config.run.seed) as topology:
         again = Replay(run, step, topology)
-        say = functools.partial(console.print, soft_wrap=True) if topology.is_first else _nothing
+        say = Console(quiet=not topology.is_first, soft_wrap=True).print
         origin = f"checkpoint {again.start}" if again.start else "the run's first weights"
         say(f"step {step} of {run}, from {origin}, on {topology.world_size} ranks")
         identical = True
@@ -169,17 +170,6 @@ def replay(run: Path, step: int, losses: list[str]) -> bool:
         if losses:
             say(_objectives(compare_objectives(again, losses)))
     return identical
-
-
-def _nothing(*_: Any) -> None:
-    """The output of all ranks but the first: none."""
-
-
-def _config(run: Path, step: int) -> Config:
-    if not run.is_dir():
-        raise UserError(f"--replay takes a run directory, and {run} is none")
-    records = records_directory(run)
-    return read_config(records, read_head(records, step))
 
 
 def _line(compared: Compared) -> str:

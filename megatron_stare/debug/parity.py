@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -41,13 +41,6 @@ NAME = "parity.json"
 _HIDDEN_STATES = "--enable-return-hidden-states"
 
 
-class Inside(NamedTuple):
-    """The comparison of single operations inside the model."""
-
-    lines: Sequence[str] = ()  # to print
-    fault: str = ""  # the first operation whose difference rounding does not explain
-
-
 def run(config: Config, prompts: int, tokens: int) -> int:
     """`parity` with process groups of its own. tokens 0: at most 256 for each response."""
     if prompts < 1:
@@ -72,16 +65,18 @@ def parity(config: Config, topology: Topology, prompts: int, tokens: int) -> int
             step = engine.version
             sampled = sample(config, engine, chosen, tokens, topology)
         except EngineError as error:
-            return _fails(topology, f"the engine failed: {error}")
-        inside = _inside(config, model, sampled, engine, tokenizer)
+            if topology.is_first:
+                print(f"the engine failed: {error}")
+            return 1
+        lines, fault = _inside(config, model, sampled, engine, tokenizer)
         model.steer()
         found = compare(model, sampled, step)
         most = limit(config)
         far = topology.gather(found is not None and bool(beyond(found, most)))[0]
         wrong = engine.wrong_weights() if far and isinstance(engine, Reader) else ""
     if found is not None:
-        found = dataclasses.replace(found, operations=inside.lines)
-        reason = cause(found, most, wrong, inside.fault) if far else ""
+        found = dataclasses.replace(found, operations=lines)
+        reason = cause(found, most, wrong, fault) if far else ""
         print(text(found, tokenizer.decode))
         _write(Path(config.run.dir), found, step, most, reason)
         print(f"beyond {most:g} nats: {reason}" if far else f"within {most:g} nats")
@@ -103,20 +98,15 @@ def _prepared(config: Config, tokens: int) -> Config:
     return dataclasses.replace(config, sglang=served, tools=tools)
 
 
-def _fails(topology: Topology, message: str) -> int:
-    if topology.is_first:
-        print(message)
-    return 1
-
-
 def _inside(
     config: Config, model: PolicyModel, sampled: Sampled, engine: Engine, tokenizer: Any
-) -> Inside:
+) -> tuple[list[str], str]:
     """Compare every operation on the first response with transformers' model, and the last hidden
-    states with those that servers return. This needs a rank that has the whole model.
+    states with those that servers return: the lines to print, and the first operation whose
+    difference rounding does not explain. This needs a rank that has the whole model.
     """
     if model.topology.world_size > 1:
-        return Inside(["operations are compared on one rank alone; start this without torchrun"])
+        return ["operations are compared on one rank alone; start this without torchrun"], ""
     ids = sampled.ids(0).tolist()
     chunk, tolerance = model.chunks[0], TOLERANCES[DTYPES[config.policy.dtype]]
     with contextlib.ExitStack() as ending:
@@ -138,7 +128,7 @@ def _inside(
     lines += [
         _hidden(chunk, model, name, answers[0], ids) for name, answers in sampled.prefills.items()
     ]
-    return Inside(lines, far.name if far else "")
+    return lines, far.name if far else ""
 
 
 def _hidden(chunk: Any, model: PolicyModel, server: str, prefill: Any, ids: Sequence[int]) -> str:

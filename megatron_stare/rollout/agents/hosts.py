@@ -94,25 +94,26 @@ class Hosts:
             host = await self._free()
             number = next(self._numbers)
             outcome: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+            host.send({"start": number, **episode})
             host.running[number] = outcome
             try:
-                host.send({"start": number, **episode})
                 await asyncio.wait({outcome}, timeout=seconds)
                 if outcome.done():
                     return outcome.result()
                 late()
-                await self._stop(host, number, outcome)
                 return None
-            except asyncio.CancelledError:
-                await self._stop(host, number, outcome)
-                raise
             finally:
-                host.running.pop(number, None)
+                # Shielded: if this call is cancelled while its agent ends, the agent gets no second
+                # stop, which would interrupt its cleaning up.
+                await asyncio.shield(self._stop(host, number, outcome))
 
     async def _stop(self, host: _Host, number: int, outcome: asyncio.Future[Any]) -> None:
-        if host.alive:
-            host.send({"stop": number})
-        await asyncio.wait({outcome}, timeout=self.settings.grace_seconds)
+        """End the agent, if it has not ended yet."""
+        if not outcome.done():
+            if host.alive:
+                host.send({"stop": number})
+            await asyncio.wait({outcome}, timeout=self.settings.grace_seconds)
+        del host.running[number]
         if not outcome.done():
             outcome.cancel()
             await self._end(host)

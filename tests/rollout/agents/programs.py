@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 TOOLS = [
@@ -124,6 +125,18 @@ def endless(row: Any, endpoint: Any) -> float:
 async def hangs(row: Any, endpoint: Any) -> float:
     await asyncio.to_thread(post, endpoint, {"messages": row.messages})
     await asyncio.sleep(3600)
+    return 1.0
+
+
+async def cleans(row: Any, endpoint: Any) -> float:
+    """Hangs; once stopped, it takes some time to end. Both leave a file in the row's folder."""
+    folder = Path(row.metadata["folder"])
+    try:
+        await asyncio.sleep(3600)
+    finally:
+        (folder / "stopped").touch()
+        await asyncio.sleep(0.5)
+        (folder / "ended").touch()
     return 1.0
 
 

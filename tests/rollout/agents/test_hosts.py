@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stare.compare.worlds.calculator import tool_tokenizer
 from megatron_stare.config import AgentsConfig, UserError
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
-from megatron_stare.rollout.agents.hosts import check_agent
+from megatron_stare.rollout.agents.hosts import Hosts, check_agent
 from tests.killed_at_start import MODULE, killed, write_module
-from tests.rollout.agents.scripted import PARAMS, Scripted, request
+from tests.rollout.agents.scripted import PARAMS, PROGRAMS, Scripted, request
 
 PROGRAM = """
 import json, os, sys, urllib.request
@@ -77,3 +78,26 @@ def test_a_host_that_is_killed_before_it_is_ready_starts_again(
     else:
         check_agent(settings)
     assert killed(tmp_path) == kills
+
+
+def test_an_agent_that_is_being_stopped_is_not_stopped_again(tmp_path: Path):
+    """An abort while a late agent cleans up would interrupt it by a second stop."""
+    episode = {"row": {"metadata": {"folder": str(tmp_path)}}, "endpoint": {}, "attempt": 0}
+
+    async def cancelled_while_late() -> None:
+        hosts = Hosts(AgentsConfig(hosts=1, function=f"{PROGRAMS}.cleans", grace_seconds=10.0))
+        await hosts.start()
+        try:
+            run = asyncio.create_task(hosts.run(episode, 0.1, lambda: None))
+            while not (tmp_path / "stopped").exists():
+                await asyncio.sleep(0.02)
+            run.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await run
+            while hosts.hosts[0].running:
+                await asyncio.sleep(0.02)
+            assert (tmp_path / "ended").exists() and hosts.hosts[0].alive
+        finally:
+            await hosts.close()
+
+    asyncio.run(asyncio.wait_for(cancelled_while_late(), 60))

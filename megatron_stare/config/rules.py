@@ -16,10 +16,15 @@ from megatron_stare.config.settings import lookup, settings, written
 from megatron_stare.config.tree import Config
 
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
-ADDRESSES = (
-    *("sglang.urls", "sglang.router_url", "sglang.reference_urls", "sglang.relays"),
-    *("sandbox.url", "judge.urls"),
-)
+_SERVER = "http://host:port"
+ADDRESSES = {
+    "sglang.urls": _SERVER,
+    "sglang.router_url": _SERVER,
+    "sglang.reference_urls": _SERVER,
+    "sglang.relays": _SERVER,
+    "sandbox.url": _SERVER,
+    "judge.urls": f"{_SERVER}/v1",
+}
 _REFERENCE = "whose reference stays as it is"
 
 # Two conditions that exclude one another, and why; or one that needs another, and a remark.
@@ -42,15 +47,15 @@ RELATIONS = {
     "policy.fp8 excludes adapters.rank": "",
     "policy.weight_quantization excludes adapters.rank": "",
     "policy.weight_quantization needs policy.dtype=bf16": (
-        "its fp32 copies keep what rounding removes"
+        "its weights have fp32 copies, which keep what rounding removes"
     ),
-    "adapters.merge excludes rollout.cache_over_versions": "",
-    "adapters.merge excludes sglang.router_url": "",
-    "adapters.merge excludes sglang.weights": "",
+    "adapters.apart=true excludes rollout.cache_over_versions": "",
+    "adapters.apart=true excludes sglang.router_url": "",
+    "adapters.apart=true excludes sglang.weights": "",
     "rollout.long_tail excludes rollout.asynchrony": "with which no step waits for the long tail",
     "rollout.cache_over_versions needs rollout.engine=sglang": "its servers have the caches",
     "rollout.cache_over_versions needs rollout.asynchrony=fully_async": (
-        "in it, new weights find requests in flight"
+        "only there do new weights find requests in flight"
     ),
     "rollout.cache_over_versions excludes sglang.router_url": (
         "by which the trainer does not reach the servers to pause them"
@@ -62,7 +67,7 @@ RELATIONS = {
         "which needs separate GPUs for trainer and servers"
     ),
     "sglang.colocated excludes rollout.asynchrony": "which generates while it trains",
-    "sglang.weights needs policy.dtype=bf16": "servers keep the other weights in it",
+    "sglang.weights needs policy.dtype=bf16": "servers keep all other weights in bf16",
     "sglang.sync_method=delta needs sglang.relays": (
         "start one next to the servers (python -m megatron_stare relay DIRECTORY), and name it: "
         "'sglang.relays=[http://host:31000]'"
@@ -133,6 +138,7 @@ _WORDS = {
     "loss.reads_reference=true": "loss.kl_loss_coef or loss.distillation_coef",
     "cold_start.runs=true": "both cold_start.data and cold_start.steps",
     "agents.active=true": "agents.function or agents.command",
+    "adapters.apart=true": "adapters.merge=false",
 }
 
 
@@ -183,7 +189,7 @@ def _in_words(condition: str) -> str:
 
 def _reset(condition: str) -> str:
     """The override by which a condition no longer holds."""
-    key = condition.partition("=")[0]
+    key = _in_words(condition).partition("=")[0]
     return f"{key}={written(settings()[key].default)}"
 
 
@@ -194,7 +200,9 @@ def _related(config: Config) -> Iterator[str]:
             continue
         given = _said(config, one)
         if verb == "needs":
-            yield f"{given} needs {_in_words(other)}; {why}"
+            key, valued, _ = other.partition("=")
+            found = f", not {written(lookup(config, key))}" if valued and key in settings() else ""
+            yield f"{given} needs {_in_words(other)}{found}; {why}"
         else:
             because = f", {why}" if why else ""
             yield (
@@ -257,11 +265,11 @@ def _texts(config: Config) -> Iterator[str]:
 
 
 def _addresses(config: Config) -> Iterator[str]:
-    for key in ADDRESSES:
+    for key, form in ADDRESSES.items():
         given = lookup(config, key)
         for url in filter(None, [given] if isinstance(given, str) else given):
             if not url.startswith(("http://", "https://")):
-                yield f"{key} has {url!r}, which is not an address; write http://host:port"
+                yield f"{key} has {url!r}, which is not an address; write {form}"
 
 
 def _rollouts(config: Config) -> Iterator[str]:

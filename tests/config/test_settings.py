@@ -67,6 +67,28 @@ def test_every_rule_is_of_settings_and_the_defaults_break_none() -> None:
     check(Config())
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sglang.weights=fp8"], "needs policy.dtype=bf16, not fp32; servers keep"),
+        (["scoring.reward=judge", "judge.urls=[a]"], "write http://host:port/v1"),
+        (
+            ["adapters.rank=8", "adapters.merge=false", "sglang.router_url=http://a"],
+            "adapters.merge=false is not possible with sglang.router_url=http://a; set "
+            "adapters.merge=true or sglang.router_url=''",
+        ),
+    ],
+)
+def test_a_refusal_names_settings_values_and_remedy(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        override(Config(), ["rollout.engine=sglang", *overrides])
+
+
+def test_a_setting_that_some_arms_do_not_read_excludes_nothing() -> None:
+    shared = ["rollout.engine=sglang", "adapters.merge=false", "sglang.router_url=http://a"]
+    override(Config(), [*shared, "compare.arms.lora=[adapters.rank=8,sglang.router_url=]"])
+
+
 def test_settings_of_a_recipe_go_with_their_reader() -> None:
     """Only an override has to be read: the recipe's settings of its tools return to defaults."""
     recipe = override(Config(), ["tools.environment=calculator", "tools.max_turns=2"])

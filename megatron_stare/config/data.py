@@ -101,7 +101,8 @@ class EvaluationConfig:
     eval_interval: Whole = 0
     """Number of rollout batches between two evaluations; 0 never evaluates during training."""
     eval_at_start: bool = False
-    """Evaluate before the first step too, as eval_start/<set>/<number> in the line of step 1."""
+    """Evaluate before the first step too; the numbers are eval_start/<set>/<number> in the line of
+    step 1."""
     eval_data: dict[str, str] = Field(default_factory=dict)
     """Sources of evaluation sets by name, as in data.prompt_data, e.g. `{aime24: a.parquet}`."""
     n_samples_per_eval_prompt: Count = 8

@@ -28,9 +28,10 @@ class LossConfig:
     """Objective: a name that `python -m megatron_stare algorithms` lists, or a function
     package.module.name under @policy_loss()."""
     eps_clip: Fraction | None = None
-    """Lower clip range: the ratio is clipped below 1 - eps_clip; unset is the objective's own."""
+    """Lower clip range: ratios are clipped below 1 - eps_clip; unset uses the objective's value."""
     eps_clip_high: NonNegative | None = None
-    """Upper clip range: ratios are clipped above 1 + eps_clip_high; unset: the objective's own."""
+    """Upper clip range: ratios are clipped above 1 + eps_clip_high; unset uses the objective's
+    value."""
     eps_clip_c: NonNegative | None = None
     """Bound of the dual clip on tokens with a negative advantage, above 1; 0 turns it off, and
     unset uses the objective's published value."""
@@ -68,7 +69,7 @@ class LossConfig:
     """Variant of STARE: `O1` raises the weight of surprising tokens with positive advantage, `C2`
     also lowers that of surprising tokens with negative advantage."""
     top_p_ratio: Fraction = 0.1
-    """STARE's P: fraction of the tokens of either sign of advantage that is reweighted."""
+    """STARE's P: fraction of the tokens of each sign of advantage that is reweighted."""
     reweight_w: AtLeastOne = 1.1
     """STARE's W: loss weight of the most surprising tokens with positive advantage."""
     reweight_m: Fraction = 0.9
@@ -126,7 +127,7 @@ class MismatchConfig:
     """Scale the importance weights of a batch to mean 1, over tokens or, if a weight is that of a
     whole sequence, over sequences."""
     rejected: Literal["zero", "drop"] = "zero"
-    """Treatment of tokens of weight 0: in the loss's denominator (`zero`), or not (`drop`)."""
+    """Tokens of weight 0: `zero` counts them in the loss's denominator, `drop` does not."""
     accepted: Literal["ratio", "one"] = "ratio"
     """Weight of the tokens that a masking correction (mis, icepop) accepts: their ratio, or 1."""
     alarm: NonNegative = 0.0

@@ -55,7 +55,8 @@ class PolicyConfig:
     """Number of rollout batches between two updates of the reference policy, each of which makes it
     a copy of the policy; 0 never updates it."""
     hf_checkpoint: str = ""
-    """Model directory at the start: config.json, tokenizer, *.safetensors or `convert`'s output."""
+    """Model directory to start from: config.json, tokenizer and weights, either *.safetensors or
+    the output of `convert`."""
     tensor_model_parallel_size: Count = 1
     """Number of ranks that split every matrix (TP)."""
     pipeline_model_parallel_size: Count = 1
@@ -77,9 +78,10 @@ class PolicyConfig:
     use_distributed_optimizer: bool = False
     """Split the optimizer state over the data-parallel replicas."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass recomputes: none, policy.recompute_modules's, or all."""
+    """Activations that the backward pass recomputes: none, those of policy.recompute_modules, or
+    all."""
     recompute_modules: str = "core_attn"
-    """Modules that are recomputed, separated by commas: core_attn, layernorm, mlp, moe, moe_act."""
+    """Modules that `selective` recomputes, by commas: core_attn, layernorm, mlp, moe, moe_act."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format of weights and activations in the trainer."""
     fp8: Literal["none", "e4m3", "hybrid"] = "none"

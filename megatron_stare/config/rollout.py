@@ -174,7 +174,7 @@ class AgentsConfig:
     """
 
     function: str = ""
-    """Agent as a function package.module.name of a row and an endpoint that returns the reward."""
+    """Agent as a function package.module.name: of a row and an endpoint, it returns the reward."""
     command: list[str] = Field(default_factory=list)
     """Agent as a command with arguments; {base_url}, {api_key} and {model} in it are replaced."""
     python: str = ""

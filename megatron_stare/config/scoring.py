@@ -47,7 +47,7 @@ class ScoringConfig:
     rewards: dict[str, Number] = Field(default_factory=dict)
     """Weights of summed rewards, e.g. `{math: 1, format: 0.1}`; empty uses scoring.reward alone."""
     per_source: dict[str, str] = Field(default_factory=dict)
-    """Reward of each data.source_key for the reward per_source, e.g. `{dapo: math, taco: code}`."""
+    """Rewards by data.source_key, for the reward per_source, e.g. `{dapo: math, taco: code}`."""
     extraction: Literal["boxed", "answer", "tag", "any"] = "any"
     """Where math, multiple_choice and reasoning_gym look for the answer: in \\boxed{}, on an
     "Answer:" line, in a tag, or in any of these."""
@@ -162,7 +162,7 @@ class JudgeConfig:
     timeout: Positive = 120.0
     """Seconds to wait for one answer of the judge."""
     group_timeout: Positive = 600.0
-    """Seconds to judge the responses to one prompt, after which the others are unverifiable."""
+    """Seconds to judge all responses to one prompt; those not judged by then are unverifiable."""
     attempts: Count = 4
     """Number of failed requests for one answer after which the response is unverifiable."""
     concurrency: Count = 64

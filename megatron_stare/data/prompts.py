@@ -97,9 +97,8 @@ def chat_text(
             )
         )
     except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-        raise BadRow(
-            f"the chat template refuses the messages ({str(error).splitlines()[0]})"
-        ) from None
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadRow(f"the chat template refuses the messages ({first})") from None
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:

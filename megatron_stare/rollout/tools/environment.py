@@ -77,7 +77,7 @@ class _Clock:
     def __init__(
         self, seconds: float, scope: asyncio.Timeout, passing: Callable[[int], None]
     ) -> None:
-        self.spent, self._seconds, self._scope, self._passing = 0.0, seconds, scope, passing
+        self._spent, self._seconds, self._scope, self._passing = 0.0, seconds, scope, passing
         self._since: float | None = None
         self._ended = False
 
@@ -85,14 +85,14 @@ class _Clock:
         """Start the clock."""
         if self._since is None and not self._ended:
             self._since = time.monotonic()
-            left = self._seconds - self.spent
+            left = self._seconds - self._spent
             self._scope.reschedule(asyncio.get_running_loop().time() + left)
             self._passing(1)
 
     def hold(self) -> None:
         """Stop the clock until `go`."""
         if self._since is not None:
-            self.spent += time.monotonic() - self._since
+            self._spent += time.monotonic() - self._since
             self._since = None
             self._passing(-1)
             if not self._ended:
@@ -171,13 +171,11 @@ class Episode:
         settings = self.settings
         left = min(settings.call_seconds, settings.episode_seconds - self.seconds)
         if self.calls > settings.max_calls:
-            return (
-                f"Error: all {settings.max_calls} tool calls are used; answer without tools",
-                False,
-            )
+            used = f"all {settings.max_calls} tool calls are used"
+            return f"Error: {used}; answer without tools", False
         if left <= 0:
-            limit = f"the {settings.episode_seconds:g} s for tools"
-            return f"Error: {limit} are used up; answer without tools", False
+            used = f"the {settings.episode_seconds:g} s for tools are used up"
+            return f"Error: {used}; answer without tools", False
         call = check_call(call, self.tools)
         if call.error:
             return call.error, False

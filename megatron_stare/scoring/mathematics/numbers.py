@@ -86,8 +86,8 @@ def _decimal(bare: str) -> PlainNumber | None:
     match = _DECIMAL.fullmatch(bare) or _SCIENTIFIC.fullmatch(bare)
     if not match:
         return None
-    # without a mantissa: 10^5
-    whole, places = ("1", "") if match[2] is None else (match[2], match[3] or "")
+    without_mantissa = match[2] is None  # 10^5
+    whole, places = ("1", "") if without_mantissa else (match[2], match[3] or "")
     digits, exponent = whole + places, match[4] or match[5] or "0"
     if not digits or len(exponent) > 5 or abs(int(exponent)) > MAX_DIGITS:
         return None

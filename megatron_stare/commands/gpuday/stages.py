@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -131,10 +132,11 @@ def _work(day: Day, stage: Stage, log: Path) -> None:
     with log.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    if stage.on_cpu and day.rehearsal:
+    on_cpu = stage.on_cpu and day.rehearsal
+    if on_cpu:
         os.environ.update(ON_CPU)
     result = Result(stage.name, machine="no GPU")
-    if day.gpus:
+    if day.gpus and not on_cpu:
         import torch
 
         result.machine = f"{day.gpus} x {torch.cuda.get_device_name(0)}"
@@ -159,19 +161,38 @@ def on_ranks[T](
     count: int, environment: dict[str, str], work: Callable[..., T], *arguments: Any
 ) -> T:
     """work(*arguments) on `count` ranks of this node, started as torchrun starts them; what the
-    first rank returns. An exception of torch: a rank failed.
+    first rank returns. RuntimeError: a rank failed; the message has its error.
     """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     launch = LaunchConfig(1, 1, count, run_id="gpuday", max_restarts=0)
     launch.rdzv_backend, launch.rdzv_endpoint = "c10d", "localhost:0"
-    found: dict[int, T] = elastic_launch(launch, _rank)(environment, work, *arguments)
+    try:
+        # Ranks inherit it: libraries of CUDA read their variables when they are loaded.
+        with _environment(environment):
+            found: dict[int, T] = elastic_launch(launch, work)(*arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        recorded: Any = failure.message  # a text where the rank recorded no exception
+        said = recorded if isinstance(recorded, str) else recorded["message"]
+        raise RuntimeError(f"rank {rank}: {said}") from None
     return found[0]
 
 
-def _rank(environment: dict[str, str], work: Callable[..., Any], *arguments: Any) -> Any:
-    os.environ.update(environment)
-    return work(*arguments)
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """This process has the variables until the block ends."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def checked(command: Sequence[str], **environment: str) -> str:
@@ -199,8 +220,14 @@ def checked(command: Sequence[str], **environment: str) -> str:
 
 
 def last_line(text: str) -> str:
-    """The last line of an output that is not empty."""
-    return (text.strip().splitlines() or ["no output"])[-1].strip()
+    """The last line that is not empty. Where torchrun's report of a failed rank is the end, it is
+    of what was said before: the report ends in a row of "=" and lacks the rank's own error.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no output"]
+    if not lines[-1].strip("="):
+        before = itertools.takewhile(lambda line: "torch/distributed/elastic/" not in line, lines)
+        lines = list(before) or lines
+    return lines[-1]
 
 
 def checkout() -> Path | None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 
 from megatron_stare.commands.gpuday.results import Day, Measurement, Skipped, at_least, holds
+from megatron_stare.commands.gpuday.stages import on_ranks
+
+CABLE = os.environ.get("CABLE", "there")
 
 
 def run(day: Day) -> Iterator[Measurement]:
@@ -17,4 +21,10 @@ def run(day: Day) -> Iterator[Measurement]:
         raise Skipped("no second node")
     if way == "hangs":
         time.sleep(600)
+    if way == "fails on a rank":
+        on_ranks(1, {"CABLE": "loose"}, rank)
     yield holds("statement", way == "true")
+
+
+def rank() -> None:
+    raise ValueError(f"when this rank was loaded, the cable was {CABLE}")

@@ -42,6 +42,32 @@ def test_a_stage_that_fails_keeps_its_rows_and_does_not_stop_the_next(tmp_path: 
     assert results[0].faulty and (tmp_path / "K1.log").is_file()
 
 
+def test_a_stage_whose_rank_fails_has_the_error_of_the_rank(tmp_path: Path) -> None:
+    """And the rank had its environment from its first import on."""
+    (result,) = run_stages(day_of(tmp_path, "fails on a rank"), [FIRST])
+    said = "rank 0: ValueError: when this rank was loaded, the cable was loose"
+    assert result.status == "failed" and said in result.reason
+
+
+def test_the_last_line_of_an_output_is_not_that_of_torchruns_report() -> None:
+    report = """E1130 torch/distributed/elastic/multiprocessing/api.py:9] failed (exitcode: 1)
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+==================
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+==================
+"""
+    assert stages.last_line(f"step 1\nerror: no room\n\n{report}") == "error: no room"
+    assert stages.last_line(report) == "=================="
+    assert stages.last_line(" \n") == "no output"
+
+
+def test_a_rehearsal_on_the_cpu_asks_for_no_gpu(tmp_path: Path) -> None:
+    stage = dataclasses.replace(FIRST, on_cpu=True)
+    day = dataclasses.replace(day_of(tmp_path, "skips"), gpus=1, rehearsal=True)
+    (result,) = run_stages(day, [stage])
+    assert (result.status, result.machine) == ("skipped", "no GPU")
+
+
 def test_a_stage_that_hangs_is_ended_at_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

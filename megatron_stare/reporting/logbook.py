@@ -9,6 +9,7 @@ and the run continues without it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -67,7 +68,7 @@ class Tail:
     """Reads a metrics.jsonl that another process writes, each byte and each step once.
 
     If a resumed run has shortened the file, it is read from its start and steps that were returned
-    before are left out.
+    before are left out. So are damaged lines: the run itself refuses them, with their number.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,8 +91,11 @@ class Tail:
         if not whole:
             return []
         self._bytes += len(whole) + 1
-        rows = (_row(json.loads(line)) for line in whole.split(b"\n"))
-        fresh = [row for row in rows if row["step"] > self.step]
+        fresh = []
+        for line in whole.split(b"\n"):
+            with contextlib.suppress(ValueError):
+                row = _row(json.loads(line))
+                fresh += [row] if row["step"] > self.step else []
         if fresh:
             self.step = fresh[-1]["step"]
         return fresh

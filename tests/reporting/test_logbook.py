@@ -182,3 +182,10 @@ def test_a_tail_gives_each_step_once_through_torn_lines_and_resumes(tmp_path):
             logbook.write(step, {"entropy": 0.5})
     assert [row["step"] for row in tail.read()] == [4, 5, 6]
     assert tail.read() == []
+
+
+def test_a_tail_leaves_damaged_lines_out(tmp_path):
+    """Those of a comparison that continues: the run that reads them next is refused by number."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n\0\0\n\n[2]\n{"step": 3}\n')
+    assert [row["step"] for row in Tail(path).read()] == [1, 3]

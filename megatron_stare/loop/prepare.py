@@ -53,7 +53,7 @@ class PreparedStep:
     batches: list[TokenBatch]
     plans: list[Signals]  # empty before `plan_all`
     updates: int
-    scored: bool  # the batches have the policy's statistics before the only or first update
+    scored: bool  # the batches have the policy's statistics; else the only update finds them
     has_sensitivity: bool  # and the entropy's sensitivity
 
 

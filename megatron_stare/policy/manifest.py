@@ -69,7 +69,8 @@ class ConversionJournal:
         """A file is finished."""
         self.done[name] = {"file": name, "sha256": digest, **description}
         with self._path.open("a") as journal:
-            journal.write(json.dumps(self.done[name]) + "\n")
+            # A line that a kill has torn has no end: the next entry must not join it.
+            journal.write("\n" + json.dumps(self.done[name]) + "\n")
             journal.flush()
             os.fsync(journal.fileno())
 

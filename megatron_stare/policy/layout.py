@@ -178,8 +178,9 @@ def micro_batch(
     row_of[source_R] = numpy.arange(len(source_R))
     index, sequence, place = _loss_tokens(sequences, begin_n, shared_n)
     row_N = row_of[place]
-    here = row_N >= 0
-    index, sequence, row_N = index[here], sequence[here], row_N[here]
+    if topology.context_size > 1:
+        here = row_N >= 0
+        index, sequence, row_N = index[here], sequence[here], row_N[here]
     rows = slice(start, start + len(row_N))
     of_tokens = {name: values[rows].numpy() for name, values in flat.items()}
     _fill(of_tokens, sequences, number, sequence, index)
@@ -195,7 +196,7 @@ def micro_batch(
         token_BS=on_device(tokens[source_BS]),
         position_BS=on_device((within + numpy.repeat(shared_n, held_n)).reshape(batch, -1)),
         row_N=on_device(row_N),
-        target_N=on_device(_concatenated(responses, numpy.int32)[index].astype(numpy.int64)),
+        target_N=on_device(_at(index, responses, numpy.int32).astype(numpy.int64)),
         sequence_N=on_device(sequence),
         num_sequences=len(sequences),
         loss_tokens_B=on_device(_whole([one.trained.rollout.loss_tokens for one in sequences])),
@@ -254,11 +255,13 @@ def _loss_tokens(
     loss_n = _whole([int(numpy.count_nonzero(one.loss_mask)) for one in sequences])
     sequence = numpy.repeat(numpy.arange(len(sequences)), loss_n)
     # The position before a token predicts it.
-    prompt_n = _whole([one.trained.group.prompt_length for one in sequences])
-    position = index + (prompt_n - 1 - _response_begins(sequences))[sequence]
-    own = (begin_n - shared_n)[sequence] + position
-    shared = begin_n[_holders(shared_n)[sequence]] + position
-    return index, sequence, numpy.where(position < shared_n[sequence], shared, own)
+    first_n = _whole([one.trained.group.prompt_length - 1 for one in sequences])
+    position = index + numpy.repeat(first_n - _response_begins(sequences), loss_n)
+    place = position + (begin_n - shared_n)[sequence]
+    if shared_n.any():
+        in_prompt = position < shared_n[sequence]
+        place = numpy.where(in_prompt, position + begin_n[_holders(shared_n)][sequence], place)
+    return index, sequence, place
 
 
 def _fill(
@@ -270,13 +273,16 @@ def _fill(
 ) -> None:
     """Write the values of the loss tokens at `index` of all responses, which are in `sequence`."""
     firsts = [(one.trained.number << _POSITION_BITS) + one.trained.offset for one in sequences]
+    count_n = numpy.diff(numpy.searchsorted(sequence, numpy.arange(len(sequences) + 1)))
+    shift_n = _whole(firsts) - _response_begins(sequences)
     flat["microbatch_T"].fill(microbatch)
-    flat["token_index_T"][:] = index + (_whole(firsts) - _response_begins(sequences))[sequence]
+    flat["token_index_T"][:] = index + numpy.repeat(shift_n, count_n)
     for name, value in _OF_SEQUENCES.items():
-        flat[name][:] = numpy.array([value(one.trained) for one in sequences])[sequence]
+        values = numpy.array([value(one.trained) for one in sequences], flat[name].dtype)
+        flat[name][:] = numpy.repeat(values, count_n)
     for name, field in _OF_TOKENS.items():
         parts = [getattr(one, field) for one in sequences]
-        flat[name][:] = _concatenated(parts, flat[name].dtype.type)[index]
+        flat[name][:] = _at(index, parts, flat[name].dtype.type)
 
 
 def _response_begins(sequences: Sequence[TrainSequence]) -> numpy.ndarray:
@@ -291,6 +297,14 @@ def _whole(numbers: list[int]) -> numpy.ndarray:
 
 def _concatenated(parts: Sequence[numpy.ndarray], kind: type[numpy.generic]) -> numpy.ndarray:
     return numpy.concatenate([numpy.zeros(0, kind), *parts], dtype=kind, casting="same_kind")
+
+
+def _at(
+    index: numpy.ndarray, parts: Sequence[numpy.ndarray], kind: type[numpy.generic]
+) -> numpy.ndarray:
+    """The values at rising places in all parts: as they are, where there are as many."""
+    values = _concatenated(parts, kind)
+    return values if len(index) == len(values) else values[index]
 
 
 def _padded_tokens(

@@ -179,7 +179,7 @@ def _packed(
 ) -> _Layout:
     """Sequences one after the other; `starts` are offsets in the batch of all context ranks.
     `prefixes`: first row and number of the rows that each sequence sees before its own; empty:
-    none does. Without context parallelism.
+    none does. There are none under context parallelism.
     """
     if starts[0] != 0 or starts[-1] != tokens * size or sorted(starts) != list(starts):
         raise ValueError(

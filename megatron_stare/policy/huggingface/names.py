@@ -40,7 +40,7 @@ class ParameterMapping:
     such a parameter lives on one of them and is split over the expert-tensor-parallel ranks instead
     of the tensor-parallel ones.
     dtype: that which it has in a model of any dtype, if there is one.
-    groups: of qkv, those of the whole model.
+    groups: the number of query groups of the whole model, by which qkv is interleaved.
     """
 
     megatron: str

@@ -230,7 +230,10 @@ class RolloutBuffer:
         fits = state["by_rollout"] == self.by_rollout  # groups and single rollouts do not mix
         whole = not self.by_rollout
         usable, other = split_by_settings(groups, self.config, whole) if fits else ([], groups)
-        open_ = sorted({*state["open"], *(group.prompt.index for group in other)})
+        # An older form of `open` has a dictionary for each prompt, and partial rollouts elsewhere:
+        # they are sampled again.
+        waiting = [each["index"] if isinstance(each, dict) else each for each in state["open"]]
+        open_ = sorted({*waiting, *(group.prompt.index for group in other)})
         self.stream.position, self._surprisal = state["position"], state["surprisal"]
         self.history = PromptHistory(state["history"])
         size = 0 if self.streamed or other else len(ahead)
@@ -238,7 +241,7 @@ class RolloutBuffer:
         if not self.streamed:
             self.waiting = open_
         elif self.dispatcher is not None:
-            partial = partial_of(state["partial"])
+            partial = partial_of(state["partial"]) if "partial" in state else {}
             self.dispatcher.load_state(state["position"], open_, partial)
         if size:
             batch = tuple(scatter_groups(usable[:size], self.topology))

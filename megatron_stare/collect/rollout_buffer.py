@@ -412,7 +412,7 @@ class RolloutBuffer:
         if indices:
             prompts = [self.stream.at(index) for index in indices]
             together = self.workers.together
-            if together > 1:
+            if together:
                 together = decoded_together(self.config, again.samples)
             begun = start_round(self.engine, self.workers, prompts, self.topology, again, together)
             fresh = with_advantages(begun.finish(), self.config.scoring)

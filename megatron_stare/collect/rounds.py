@@ -45,9 +45,9 @@ class RolloutWorkers:
     per_rank: int
     own: Sequence[RolloutWorker]
     # The last bits of an embedded engine's log-probs depend on which prompts are decoded in one
-    # batch. So this many prompts are assigned as one block, for any number of workers; 1: no
-    # blocks.
-    together: int = 1
+    # batch. So this many prompts are assigned as one block, for any number of workers; 0: prompts
+    # are never assigned in blocks.
+    together: int = 0
 
     def close(self) -> None:
         """End this rank's workers."""

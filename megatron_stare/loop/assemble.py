@@ -107,7 +107,7 @@ def _rollout_workers(
     """
     rollout, streamed = config.rollout, is_streamed(config)
     if processes is not None:
-        together = 1 if streamed else decoded_together(config, rollout.n_samples_per_prompt)
+        together = 0 if streamed else decoded_together(config, rollout.n_samples_per_prompt)
         return RolloutWorkers([0], rollout.workers, processes.workers, together)
     ranks = range(1 if streamed else engine.sources)
     journal = Journal(journal_directory(config)) if streamed else None

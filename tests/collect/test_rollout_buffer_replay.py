@@ -213,13 +213,21 @@ def test_no_round_is_in_flight_when_new_weights_arrive(tmp_path: Path, topology:
     assert all(ended) and set(begun) == {True, False}
 
 
+@pytest.mark.parametrize(("size", "first", "samples", "again"), [(12, 3, 6, 2), (4, 1, 2, 2)])
 def test_prompts_per_engine_batch_follow_the_rollouts_per_prompt(
-    tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
+    size: int,
+    first: int,
+    samples: int,
+    again: int,
+    tmp_path: Path,
+    topology: Topology,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """12 sequences at a time: three prompts of 4, two of 6."""
-    more = (f"scoring.reward={__name__}.rare", "rollout.engine_batch_size=12")
+    """12 sequences at a time: three prompts of 4, two of 6; 4 at a time: one of 4, two of 2."""
+    more = (f"scoring.reward={__name__}.rare", f"rollout.engine_batch_size={size}")
+    more += (f"rollout.resampling.samples={samples}",)
     run = Trainer(small_config(tmp_path, *UEC, *more, "train.num_rollout=1"), topology)
-    run.collector.workers = dataclasses.replace(run.collector.workers, together=3)  # type: ignore[attr-defined]
+    run.collector.workers = dataclasses.replace(run.collector.workers, together=first)  # type: ignore[attr-defined]
     assigned, asked = RolloutWorkers.assigned, []
 
     def noted(workers: RolloutWorkers, prompts: Any, together: int = 0) -> Any:
@@ -228,7 +236,7 @@ def test_prompts_per_engine_batch_follow_the_rollouts_per_prompt(
 
     monkeypatch.setattr(RolloutWorkers, "assigned", noted)
     assert run.run(Interrupt())
-    assert set(asked) == {2, 3}
+    assert set(asked) == {first, again}
 
 
 def test_a_buffer_that_never_fills_is_an_error(tmp_path: Path, topology: Topology) -> None:

@@ -5,7 +5,6 @@ prompt started -> rollouts in flight -> each finished and in the journal -> judg
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import threading
@@ -66,7 +65,7 @@ class LocalWorker:
         self._judging: dict[int, _Open] = {}
         self._lock = threading.RLock()
         self._idle: Future[None] | None = None  # the future that `pause` returned
-        self._stopped = False
+        self._stopped, self._closed = False, False
         self._failure: Exception | None = None
         self._is_open = False  # the journal, by the first `set_step`
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-worker")
@@ -139,6 +138,7 @@ class LocalWorker:
 
     def close(self) -> None:
         """End the thread. Closing the engine is its owner's job."""
+        self._closed = True
         self._thread.shutdown()
         if self.journal is not None:
             self.journal.close()
@@ -150,10 +150,10 @@ class LocalWorker:
     def _open_journal(self, step: int) -> None:
         if self._is_open:
             return
-        self._is_open = True
         if self.journal is not None:
             self.journal.open(step)
             self._counts["journal_lines_skipped"] = self.journal.skipped
+        self._is_open = True
 
     def _check_idle(self) -> None:
         """Complete `pause` once no request is in flight."""
@@ -277,8 +277,8 @@ class LocalWorker:
         ]
 
     def in_turn(self, work: Callable[[], None]) -> None:
-        """Run `work` in the thread, after what has arrived. Its error fails all groups: none that
-        the work would have completed waits for ever.
+        """Run `work` in the thread, after what has arrived; not once the worker is closed. Its
+        error fails all groups: none that the work would have completed waits for ever.
         """
 
         def guarded() -> None:
@@ -287,8 +287,11 @@ class LocalWorker:
             except BaseException as error:
                 self._fail_all(error)
 
-        with contextlib.suppress(RuntimeError):  # the worker is closed
+        try:
             self._thread.submit(guarded)
+        except RuntimeError as error:
+            if not self._closed:  # the system starts no more threads
+                self._fail_all(error)
 
     def _receive(self, entry: _Open, number: int, future: Future[Rollout]) -> None:
         """Handle a request that has returned: finished, aborted or failed."""

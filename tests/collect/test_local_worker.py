@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -187,6 +189,25 @@ def test_an_error_in_a_thread_fails_every_group_that_waits_for_it(
                 with pytest.raises(EngineError, match=r"rollout worker failed .KeyError"):
                     group.result(timeout=60)
         assert "Traceback" in caplog.text and set(worker.partial_rollouts()) == {0, 1, 2}
+
+
+def test_a_thread_that_cannot_be_started_fails_the_groups(monkeypatch: pytest.MonkeyPatch):
+    engine, refused = Patient(), RuntimeError("can't start new thread")
+    with worker_of(engine) as worker:
+        (group,) = worker.start(prompts(0))
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", Mock(side_effect=refused))
+            engine.finish((0, 0), said("4"))
+        with pytest.raises(EngineError, match="can't start new thread"):
+            group.result(timeout=60)
+
+
+def test_what_arrives_after_the_end_is_dropped(caplog: pytest.LogCaptureFixture):
+    engine = Patient()
+    with worker_of(engine) as worker:
+        (group,) = worker.start(prompts(0))
+    engine.finish((0, 0), said("4"))
+    assert not group.done() and not caplog.records
 
 
 def test_an_error_in_a_reward_fails_only_its_group(monkeypatch: pytest.MonkeyPatch):

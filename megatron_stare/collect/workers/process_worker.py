@@ -14,6 +14,7 @@ import itertools
 import logging
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ from megatron_stare.rollout.sglang.pool_replica import Report, Snapshot
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 30.0  # for a process to end
-BEAT_SECONDS = 1.0  # without a message, until the process is asked for one
+BEAT_SECONDS = 1.0  # between two looks at a process
 STALL_FRACTION = 0.5  # of run.hang_timeout: the replacement comes before the watchdog ends the run
 START_SECONDS = 600.0  # at least, for the first answer
 MOST_DEATHS = 3  # in a row, without a single group in between
@@ -294,13 +295,15 @@ class ProcessWorker:
             self._channel = channel
             self._is_up, self._asked, self._owed = False, False, 0.0
             self._send_all()
-        silence = BEAT_SECONDS if self.settings.config.run.hang_timeout else None
+        interval = BEAT_SECONDS if self.settings.config.run.hang_timeout else None
+        watched = time.monotonic()
         with contextlib.suppress(EOFError, OSError):
             while True:
-                if channel.poll(silence):
+                if channel.poll(interval):
                     groups += self._receive(*channel.receive())
-                else:
+                if interval and time.monotonic() - watched >= interval:
                     self._watch()
+                    watched = time.monotonic()
         with self._lock:
             self._channel = None
         self.process.join(PATIENCE_SECONDS)
@@ -316,9 +319,10 @@ class ProcessWorker:
         return groups
 
     def _watch(self) -> None:
-        """After BEAT_SECONDS without a message: ask the process for a beat, or kill it where it
-        owes one for too long. Time is counted by these calls: while this process stands still
-        itself, none passes.
+        """Ask the process for a beat, or kill it where it owes one for too long. This is called
+        every BEAT_SECONDS, also while other messages come: a process whose rollouts stand still
+        can answer those about servers. Time is counted by the calls: while this process stands
+        still itself, none passes.
         """
         with self._lock:
             if self._closed:

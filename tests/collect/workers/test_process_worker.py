@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ import pytest
 
 from megatron_stare.collect.journal import Frame, journal_directory, read_frames
 from megatron_stare.collect.workers import process_worker
+from megatron_stare.collect.workers.channel import Channel
 from megatron_stare.collect.workers.process_worker import ProcessWorker
+from megatron_stare.collect.workers.worker_main import GROUP, WorkerSettings
 from megatron_stare.config import Config, EngineError, UserError, dump, override
+from megatron_stare.loop.assemble import build_worker_parts
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
@@ -206,6 +210,29 @@ def test_a_stalled_worker_is_found_and_replaced(
     assert "worker process 0 has not answered" in caplog.text
     keys = journaled(run.config)
     assert len(keys) == len(set(keys)), "what was finished was not sampled again"
+
+
+def answering(connection: Any, settings: Any) -> None:
+    """A process that sends messages all the time, and no beat."""
+    channel = Channel(connection)
+    while True:
+        channel.send((GROUP, -1, {}, None))
+        time.sleep(0.01)
+
+
+def test_a_worker_that_stalls_and_still_sends_messages_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(process_worker, "main", answering)
+    monkeypatch.setattr(process_worker, "BEAT_SECONDS", 0.1)
+    config = small_config(tmp_path, "run.hang_timeout=1")
+    settings = WorkerSettings(config, build_worker_parts, 0, 1, 1, None)
+    worker = ProcessWorker(settings, lambda step: {})
+    try:
+        wait_until(lambda: worker.starts == 2)
+    finally:
+        worker.close()
+    assert "worker process 0 has not answered for 0.5 s" in caplog.text
 
 
 def test_the_wait_for_unfinished_rollouts_is_bounded(

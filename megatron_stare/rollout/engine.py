@@ -278,10 +278,13 @@ class Engine(Protocol):
 
 def still_open(futures: Sequence[Future[Any]]) -> list[Future[Any]]:
     """The futures that are not done. Raises the failure of the first failed one."""
+    open_ = []
     for future in futures:
         if future.done():
             future.result()
-    return [future for future in futures if not future.done()]
+        else:
+            open_.append(future)
+    return open_
 
 
 def generate(engine: Engine, requests: Sequence[Request], params: SamplingParams) -> list[Rollout]:

@@ -1,11 +1,17 @@
-"""Seeds as numbers: which a server is sent, and that no two samples of a group share one."""
+"""Seeds as numbers: which a server is sent, and that no two samples of a group share one.
+Futures that an engine waits for.
+"""
 
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import Future
+
+import pytest
 
 from megatron_stare.collect.rollout_worker import EVALUATION, TRAINING
-from megatron_stare.rollout.engine import seed_number
+from megatron_stare.config import EngineError
+from megatron_stare.rollout.engine import seed_number, still_open
 
 
 def test_no_two_samples_share_a_seed():
@@ -32,3 +38,21 @@ def test_seeds_depend_on_every_word():
 def test_seeds_never_change_between_versions():
     """A run that is continued by a later version must not draw other numbers."""
     assert seed_number((0, 0, 0, 0)) == 6229990121472182273
+
+
+class FailsAfterALook(Future[None]):
+    """Fails as soon as a look has found it open."""
+
+    def done(self) -> bool:
+        is_done = super().done()
+        if not is_done:
+            self.set_exception(EngineError("lost"))
+        return is_done
+
+
+def test_a_failure_between_two_looks_is_raised_by_the_next_wait():
+    """It would be raised later on one rank alone, while the others wait in a collective."""
+    future = FailsAfterALook()
+    assert still_open([future]) == [future]
+    with pytest.raises(EngineError, match="lost"):
+        still_open([future])

@@ -192,7 +192,7 @@ class BroadcastTransport(Transport):
         except Exception as error:
             self._refuse(
                 f"the first tensor did not arrive over NCCL ({_first_line(error)}); "
-                f"{nccl_versions(self.settings)}"
+                f"{in_words(servers_nccl(self.settings), own_nccl_version())}"
             )
             raise
         return others
@@ -294,20 +294,15 @@ def other_nccl(settings: SGLangConfig) -> str:
     not known: attached servers do not report it, and only sglang.python names their Python.
     """
     theirs, ours = servers_nccl(settings), own_nccl_version()
-    return "" if theirs in (None, ours) else nccl_versions(settings)
+    return "" if theirs in (None, ours) else in_words(theirs, ours)
 
 
-def nccl_versions(settings: SGLangConfig) -> str:
-    """The two versions in words."""
-    theirs, ours = (
-        version and ".".join(map(str, version))
-        for version in (servers_nccl(settings), own_nccl_version())
-    )
+def in_words(theirs: tuple[int, ...] | None, ours: tuple[int, ...]) -> str:
+    """The servers' and this process's version of NCCL."""
+    known = f"the trainer has NCCL {'.'.join(map(str, ours))}"
     if theirs is None:
-        return (
-            f"the trainer has NCCL {ours}, the servers' is not known (sglang.python names theirs)"
-        )
-    return f"the trainer has NCCL {ours}, the servers' Python has {theirs}"
+        return f"{known}, the servers' is not known (sglang.python names theirs)"
+    return f"{known}, the servers' Python has {'.'.join(map(str, theirs))}"
 
 
 def wait_for(done: Callable[[], bool], answers: Answers, timeout: float, what: str) -> None:

@@ -261,15 +261,16 @@ class OnGPU(Tensor):
 def test_both_nccl_versions_are_named_where_the_servers_python_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Attached servers included, before anything is sent."""
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 2 0 1\n")
+    """Attached servers included, before anything is sent. To ask takes an import of torch."""
+    python, asked = tmp_path / "python", tmp_path / "asked"
+    python.write_text(f"#!/bin/sh\necho asked >> {asked}\necho 2 0 1\n")
     python.chmod(0o755)
     settings = {"python": str(python)}
     with idle_pool(tiny_model(tmp_path / "model"), tmp_path / "logs", **settings) as pool:
         assert not BroadcastTransport(pool, pool.settings)._nccl_works()
     own = ".".join(map(str, own_nccl_version()))
     assert f"the trainer has NCCL {own}, the servers' Python has 2.0.1" in caplog.text
+    assert asked.read_text() == "asked\n", "once"
 
 
 def wait_until(condition: Any) -> None:

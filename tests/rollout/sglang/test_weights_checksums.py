@@ -142,9 +142,7 @@ def test_a_layers_experts_are_two_tensors_and_on_a_gpu_not_compared():
         for number in range(2)
         for part, shape in (("gate", (64, 8)), ("up", (64, 8)), ("down", (8, 64)))
     }
-    expected = Expected(
-        ServerLayout(2, torch.float32, on_gpu=False), {"num_key_value_heads": 2, "num_experts": 2}
-    )
+    expected = Expected(ServerLayout(2, torch.float32, on_gpu=False), EXPERTS)
     for name, tensor in reversed(sent.items()):
         expected.add(name, tensor)
     for rank in range(2):
@@ -159,9 +157,7 @@ def test_a_layers_experts_are_two_tensors_and_on_a_gpu_not_compared():
             f"{place}.w13_weight": cpu_hash(torch.cat(gates_ups)),
             f"{place}.w2_weight": cpu_hash(torch.cat(downs)),
         }
-    elsewhere = Expected(
-        ServerLayout(1, torch.float32, on_gpu=True), {"num_key_value_heads": 2, "num_experts": 2}
-    )
+    elsewhere = Expected(ServerLayout(1, torch.float32, on_gpu=True), EXPERTS)
     for name, tensor in (sent | weights()).items():
         elsewhere.add(name, tensor)
     answer = answer_of(elsewhere)

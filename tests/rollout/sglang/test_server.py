@@ -8,6 +8,7 @@ import base64
 import concurrent.futures
 import contextlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,9 @@ from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import Expected, WeightMismatch
+from megatron_stare.sync.served_engine import make_sync
 from megatron_stare.sync.tensors import by_value
-from megatron_stare.sync.weight_sync import WeightBucket, WeightSync, in_buckets
+from megatron_stare.sync.weight_sync import WeightBucket, in_buckets
 from tests.rollout.sglang.idle import sample_all, send_weights
 from tests.rollout.sglang.proxy import Proxy
 from tests.rollout.sglang.world import (
@@ -112,22 +114,17 @@ def test_a_wrong_tensor_is_named(pool: SGLangPool, one: Server, checkpoint: Path
     changed = weights[name].clone()
     changed[3, 4] += 1e-6
 
-    class Corrupting(WeightSync):
-        """Sends one element that its checksums know nothing of, as a broken link would."""
+    sync = make_sync(pool, pool.settings, str(checkpoint), Path("unused"))
+    send = sync.transport.send
 
-        def send_corrupted(self) -> None:
-            send = self.transport.send
-            self.transport.send = lambda part, servers, tag: send(  # type: ignore[method-assign]
-                WeightBucket(
-                    [(key, changed if key == name else tensor) for key, tensor in part.tensors]
-                ),
-                servers,
-                tag,
-            )
-            send_weights(self, weights.items(), pool.servers)
+    def corrupted(part: WeightBucket, servers: Sequence[Server], tag: str | None) -> None:
+        """One element differs from what its checksum was made of, as over a broken link."""
+        tensors = [(key, changed if key == name else tensor) for key, tensor in part.tensors]
+        send(WeightBucket(tensors), servers, tag)
 
+    sync.transport.send = corrupted  # type: ignore[method-assign]
     with pytest.raises(WeightMismatch, match=rf"{name} has checksum \w+, sent was \w+"):
-        Corrupting(pool, pool.settings, str(checkpoint), Path("unused")).send_corrupted()
+        send_weights(sync, weights.items(), pool.servers)
 
 
 @pytest.mark.skipif(not CHECKSUMS, reason="this SGLang computes no checksums")

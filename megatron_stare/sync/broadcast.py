@@ -192,7 +192,7 @@ class BroadcastTransport(Transport):
         except Exception as error:
             self._refuse(
                 f"the first tensor did not arrive over NCCL ({_first_line(error)}); "
-                f"{in_words(servers_nccl(self.settings), own_nccl_version())}"
+                f"{nccl_versions(servers_nccl(self.settings), own_nccl_version())}"
             )
             raise
         return others
@@ -294,10 +294,10 @@ def other_nccl(settings: SGLangConfig) -> str:
     not known: attached servers do not report it, and only sglang.python names their Python.
     """
     theirs, ours = servers_nccl(settings), own_nccl_version()
-    return "" if theirs in (None, ours) else in_words(theirs, ours)
+    return "" if theirs in (None, ours) else nccl_versions(theirs, ours)
 
 
-def in_words(theirs: tuple[int, ...] | None, ours: tuple[int, ...]) -> str:
+def nccl_versions(theirs: tuple[int, ...] | None, ours: tuple[int, ...]) -> str:
     """The servers' and this process's version of NCCL."""
     known = f"the trainer has NCCL {'.'.join(map(str, ours))}"
     if theirs is None:

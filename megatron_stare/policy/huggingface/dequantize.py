@@ -120,8 +120,8 @@ def round_nvfp4(x: Tensor, scale: Tensor) -> Tensor:
     """
     group_G16 = x.unflatten(-1, (-1, _GROUP))
     largest = group_G16.abs().amax(-1, keepdim=True)
-    least = (largest / (_E2M1_MAX * scale)).clamp(2**-9, _E4M3_MAX)
-    own = least.to(torch.float8_e4m3fn).float() * scale
+    factor = (largest / (_E2M1_MAX * scale)).clamp(2**-9, _E4M3_MAX)
+    own = factor.to(torch.float8_e4m3fn).float() * scale
     size = (group_G16 / own).abs().clamp(max=_E2M1_MAX)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))  # E2M1's spacing
     return ((size / step).round() * step * own * group_G16.sign()).flatten(-2)

@@ -18,6 +18,7 @@ from megatron_stare.records.rollouts import (
     Prompt,
     Rollout,
     RolloutMeta,
+    RoutingShape,
     SequenceMeta,
     Status,
     TrainedSequence,
@@ -26,7 +27,6 @@ from megatron_stare.records.rollouts import (
     trained_sequences,
     turns_of,
 )
-from megatron_stare.records.routing import RoutingShape
 
 __all__ = [
     "EVERY_RANK",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron_stare.losses.distillation import divergence
+from megatron_stare.losses.kl import divergence
 from megatron_stare.losses.planning import batch_mean
 from megatron_stare.losses.rollout_correction import k3
 from megatron_stare.numerics.selection import Across

@@ -18,7 +18,7 @@ import torch
 from megatron_stare.config import Config, LossConfig, NonFiniteError
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.losses import Objective, find_objective, objective_of
-from megatron_stare.losses.distillation import distilled
+from megatron_stare.losses.kl import distilled
 from megatron_stare.losses.rollout_correction import corrected
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy.actor import Actor

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import LossConfig, UserError, from_tree, nearest
-from megatron_stare.losses.distillation import distilled
+from megatron_stare.losses.kl import distilled
 from megatron_stare.losses.registry import Objective, find_objective, objective_of
 from megatron_stare.losses.settings import FIELDS
 from megatron_stare.numerics.advantages import Outcomes, find_estimator, whitened

@@ -9,7 +9,7 @@ import torch
 
 from megatron_stare.config import LossConfig, UserError
 from megatron_stare.losses import compute, find_objective
-from megatron_stare.losses.distillation import distilled, top_k_divergence
+from megatron_stare.losses.kl import distilled, top_k_divergence
 from megatron_stare.records import LossTokens
 from tests.losses.batches import batch_of
 

@@ -5,7 +5,6 @@ from megatron_stare.losses.families import (  # noqa: F401
     control,
     distributions,
     divergence,
-    epo,
     masking,
     ranked,
     sequences,

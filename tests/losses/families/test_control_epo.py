@@ -8,7 +8,7 @@ import torch
 from megatron_stare import losses
 from megatron_stare.config import LossConfig, UserError
 from megatron_stare.losses import find_objective
-from megatron_stare.losses.families.epo import weight_at
+from megatron_stare.losses.families.control import weight_at
 from megatron_stare.numerics.selection import Across
 from tests.losses.batches import batch_of
 

@@ -1,4 +1,5 @@
-"""Bytes from the ranks that hold them to the ranks that need them, over a CPU process group.
+"""Bytes from the ranks that hold them to the ranks that need them, over a CPU process group; and
+from host memory to a device.
 
 Nothing is pickled or padded. In addition to the bytes that it sends and receives, a rank never
 holds more than three buckets.
@@ -168,3 +169,16 @@ def _buckets(parcels: Sequence[Parcel], numbers: Sequence[int]) -> Iterator[list
 def _joined(source: Callable[[int], numpy.ndarray], pieces: list[_Piece]) -> Tensor:
     parts = [source(piece.parcel)[piece.start : piece.stop] for piece in pieces]
     return torch.from_numpy(numpy.concatenate(parts))
+
+
+def to_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """The host tensor, or the numbers as int64, on `device`, after the work queued there so far.
+
+    The host does not wait: a copy out of pageable memory would make it wait until the device has
+    caught up, one out of pinned memory is only queued, as a kernel is. Pinned memory comes from
+    torch's own cache, which keeps it until the copy is done.
+    """
+    host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stare.numerics.transfer import to_device
+from megatron_stare.numerics.exchange import to_device
 
 # Bits of a key, fixed in one round of the radix selection: of all values, and of each segment.
 _DIGIT_BITS, _SEGMENT_DIGIT_BITS = 11, 8

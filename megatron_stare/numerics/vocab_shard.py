@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stare.numerics.transfer import to_device
+from megatron_stare.numerics.exchange import to_device
 
 SCRATCH_ELEMENTS = 1 << 19
 _SCRATCH_BUFFERS = 3

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import PolicyConfig
-from megatron_stare.numerics.transfer import to_device
+from megatron_stare.numerics.exchange import to_device
 from megatron_stare.policy import runtime
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import MicroBatch, RoutingShape, TrainedSequence

@@ -17,8 +17,7 @@ import numpy
 import torch
 
 from megatron_stare.config import PolicyConfig, UserError
-from megatron_stare.numerics.exchange import Parcel, deliver
-from megatron_stare.numerics.transfer import to_device
+from megatron_stare.numerics.exchange import Parcel, deliver, to_device
 from megatron_stare.policy import layout, runtime
 from megatron_stare.policy.layout import Alignment, TrainSequence
 from megatron_stare.policy.topology import Topology

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_stare.numerics.transfer import to_device
+from megatron_stare.numerics.exchange import to_device
 from megatron_stare.policy.cpu_layers.flash import attend, attend_backward
 from megatron_stare.policy.cpu_layers.spans import Span, Spans
 

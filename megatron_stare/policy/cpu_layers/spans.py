@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_stare.numerics.transfer import to_device
+from megatron_stare.numerics.exchange import to_device
 
 SHORT = 128  # up to here a kernel call costs more than copying spans together and padding them
 

@@ -35,7 +35,7 @@ LAYERS: dict[str, list[set[str]]] = {
     "policy": [
         {"__init__", "runtime", "manifest", "head", "cpu_layers"},
         {"topology"},
-        {"model_state", "layout", "huggingface", "tuning", "pipeline"},
+        {"model_state", "layout", "huggingface", "tuning"},
         {"packing", "build", "experts", "adapters"},
         {"model", "optimizer"},
         {"actor", "conversion", "quantization"},

@@ -29,11 +29,12 @@ from megatron_stare.policy.experts import Routers, release_routes, routing_shape
 from megatron_stare.policy.head import HeadContext, HeadOutput, loss_head
 from megatron_stare.policy.huggingface import weights as hf_weights
 from megatron_stare.policy.packing import pack
-from megatron_stare.policy.pipeline import pipeline_communicator
 from megatron_stare.policy.topology import Topology
 from megatron_stare.policy.tuning import hardware, workspace_bytes
 from megatron_stare.records import Group, MicroBatch, Nucleus, TokenBatch
 from megatron_stare.system import digest
+
+Shape = tuple[int, ...]  # of what one pipeline stage sends to another
 
 
 class PolicyModel:
@@ -74,7 +75,7 @@ class PolicyModel:
         self.adapters = adapters or AdaptersConfig()
         if self.adapters.rank:
             attach(self.chunks, self.hf, policy, topology, self.adapters, seed)
-        self.communicator = pipeline_communicator(topology, self.chunks[0].config)
+        self.communicator = _pipeline_communicator(topology, self.chunks[0].config)
         self.routers: Routers | None = None  # the Actor's
 
     def weights(self) -> hf_weights.HFWeights:
@@ -403,3 +404,67 @@ def _packed(micro: MicroBatch, shared_prompts: bool) -> Any:
     )
     params.prefixes = micro.prefixes  # for cpu_layers/attention.py
     return params
+
+
+def received(
+    count: int, stage: int, stages: int, chunks: int, turn: int
+) -> tuple[list[int], list[int]]:
+    """The micro-batches whose activations come from the stage before, and whose gradients come from
+    the stage after, in the order in which they are received.
+
+    1F1B: every one in turn. Interleaved over `chunks` in turns of `turn` (Megatron's
+    get_schedule_table; arXiv 2104.04473, section 2.2): in the order of the schedule, which is the
+    sender's too. What the last chunk makes ends on the last stage, and what the first one makes, of
+    gradients, on the first: the other end is sent nothing of it.
+    """
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+    if chunks == 1:
+        every = list(range(count))
+        return (every if stage else []), (every if stage < stages - 1 else [])
+    table = get_schedule_table(count, chunks, turn)
+    whole = [number for number, _ in table]
+    around = [number for number, chunk in table if chunk != chunks - 1]
+    return (whole if stage else around), (whole if stage < stages - 1 else around)
+
+
+def _pipeline_communicator(topology: Topology, transformer: Any) -> Any:
+    """A P2PCommunicator of this pipeline group that knows the shapes to come, as every rank has the
+    lengths of a batch's micro-batches: `expect` says what one run of a schedule is sent, and `done`
+    that it was all of it.
+
+    Megatron's own communicator sends the shape of every tensor ahead where lengths vary, waits for
+    the whole device and reads the shape on the host: twice a micro-batch, forward and back.
+    """
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    class Communicator(P2PCommunicator):
+        forward: Iterator[Shape] = iter(())
+        backward: Iterator[Shape] = iter(())
+
+        def expect(self, shapes: Sequence[Shape], forward_only: bool) -> None:
+            """One shape for every micro-batch of the coming run."""
+            before, after = received(
+                len(shapes),
+                topology.pipeline_rank,
+                topology.pipeline_size,
+                topology.virtual_size,
+                transformer.microbatch_group_size_per_vp_stage or topology.pipeline_size,
+            )
+            self.forward = iter([shapes[number] for number in before])
+            self.backward = iter([] if forward_only else [shapes[number] for number in after])
+
+        def done(self) -> None:
+            """RuntimeError: the schedule left something that was expected."""
+            if (left := len([*self.forward, *self.backward])) > 0:
+                raise RuntimeError(f"the schedule received {left} tensors less than it should")
+
+        def _communicate_shapes(
+            self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+        ) -> Any:
+            return (
+                next(self.forward) if recv_prev else None,
+                next(self.backward) if recv_next else None,
+            )
+
+    return Communicator(topology.pipeline, transformer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_stare.policy import runtime
-from megatron_stare.policy.pipeline import received
+from megatron_stare.policy.model import received
 
 
 def sent(count: int, stage: int, stages: int, chunks: int, forward: bool) -> list[int]:

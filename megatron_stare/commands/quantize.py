@@ -26,9 +26,13 @@ from megatron_stare.config import Config, UserError, differences, override
 from megatron_stare.data.prompts import load_prompts
 from megatron_stare.loop.parts import load_tokenizer
 from megatron_stare.policy import quantization
-from megatron_stare.policy.huggingface.dequantize import load_exported
 from megatron_stare.policy.huggingface.files import copy_companions
-from megatron_stare.policy.quantization import QuantizationError, measure, quantize_blocks
+from megatron_stare.policy.quantization import (
+    QuantizationError,
+    load_exported,
+    measure,
+    quantize_blocks,
+)
 from megatron_stare.system import atomic_directory
 
 RECORD_NAME = "quantization.json"

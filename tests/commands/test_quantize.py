@@ -21,8 +21,7 @@ pytest.importorskip("scipy", reason="nvidia-modelopt needs scipy")
 from transformers import AutoTokenizer, GenerationConfig
 
 from megatron_stare.__main__ import main
-from megatron_stare.policy.huggingface.dequantize import load_exported
-from megatron_stare.policy.quantization import load_model, measure
+from megatron_stare.policy.quantization import load_exported, load_model, measure
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 
 PROMPTS = [

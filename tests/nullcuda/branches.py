@@ -22,7 +22,7 @@ NAMES |= {"model_parallel_cuda_manual_seed", "get_cuda_rng_tracker", "current_de
 WORDS = ("cuda", "nccl", "transformer_engine", "fp8")
 # Strings and keywords with another meaning: of the command line, of a server, of a planner.
 ELSEWHERE = ("config/", "recipes/", "planning/", "commands/arguments.py", "policy/quantization.py")
-ELSEWHERE += ("policy/runtime.py", "commands/quantize.py", "policy/huggingface/dequantize.py")
+ELSEWHERE += ("policy/runtime.py", "commands/quantize.py")
 ELSEWHERE += ("policy/huggingface/fp8_weights.py", "commands/plan.py")
 # Entered by the slow tests of K4 and of the stages with servers.
 ELSEWHERE += ("commands/gpuday/rank_memory.py", "commands/gpuday/runs.py")

@@ -23,11 +23,11 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.build import read_hf_config
 from megatron_stare.policy.checkpoints import actor_state
-from megatron_stare.policy.huggingface.dequantize import load_exported
 from megatron_stare.policy.huggingface.fp8_weights import RoundedWeights, block_matrices
 from megatron_stare.policy.huggingface.names import name_table, to_shard
 from megatron_stare.policy.huggingface.weights import named_parameters
 from megatron_stare.policy.optimizer import mains
+from megatron_stare.policy.quantization import load_exported
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout, RoutingShape, Signals
 from tests.distributed import run_distributed

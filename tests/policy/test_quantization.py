@@ -18,14 +18,15 @@ pytest.importorskip(
 pytest.importorskip("scipy", reason="nvidia-modelopt needs scipy")
 
 from megatron_stare.policy import quantization
-from megatron_stare.policy.huggingface.dequantize import (
+from megatron_stare.policy.quantization import (
+    compare,
     decode_weight,
     load_exported,
+    measure,
     round_fp8,
     round_int8,
     round_nvfp4,
 )
-from megatron_stare.policy.quantization import compare, measure
 from tests.reference import divergence
 from tests.tiny_models import tiny_config, write_checkpoint
 

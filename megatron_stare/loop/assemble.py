@@ -37,7 +37,7 @@ from megatron_stare.loop.prepare import updates_per_rollout
 from megatron_stare.loop.resolve import resolve
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
-from megatron_stare.policy.adapters.attach import check as check_adapters
+from megatron_stare.policy.adapters import check as check_adapters
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.problem_scores import EVALUATION, Problem
 from megatron_stare.rollout.engine import Engine

@@ -26,7 +26,7 @@ from megatron_stare.loop.prepare import (
 )
 from megatron_stare.losses import Objective
 from megatron_stare.policy.actor import Actor
-from megatron_stare.policy.adapters.attach import merge_metrics
+from megatron_stare.policy.adapters import merge_metrics
 from megatron_stare.records import Group, TokenBatch
 
 

@@ -13,7 +13,7 @@ from megatron_stare.planning.ranks import RankCounts, Sizes, adapter_work, sizes
 from megatron_stare.planning.serving import NO_DRAFTS, Drafts, Serving, serving
 from megatron_stare.planning.shapes import model_shape
 from megatron_stare.planning.work import Tokens, Training, training
-from megatron_stare.policy.adapters.attach import check as check_adapters
+from megatron_stare.policy.adapters import check as check_adapters
 from megatron_stare.policy.huggingface.shape import Shape, shape_of
 from megatron_stare.recipes import Cluster
 

@@ -16,9 +16,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_stare.config import AdaptersConfig, PolicyConfig
 from megatron_stare.policy import build
-from megatron_stare.policy.adapters.peft_files import Projection, projections
 from megatron_stare.policy.huggingface.families import megatron_fields
 from megatron_stare.policy.huggingface.names import is_delta_net
+from megatron_stare.policy.huggingface.peft_files import Projection, projections
 from megatron_stare.policy.topology import expert_tensor_size, imagined
 
 

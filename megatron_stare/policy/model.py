@@ -19,7 +19,7 @@ from megatron_stare.config import AdaptersConfig, PolicyConfig, UserError
 from megatron_stare.numerics.exchange import to_device
 from megatron_stare.numerics.hashes import bit_hash
 from megatron_stare.policy import build, model_state, runtime
-from megatron_stare.policy.adapters.attach import (
+from megatron_stare.policy.adapters import (
     STORED_SETTINGS,
     AdaptedWeights,
     attach,

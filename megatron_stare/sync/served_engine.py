@@ -23,8 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, EngineError, SGLangConfig, UserError
-from megatron_stare.policy.adapters.attach import AdaptedWeights
-from megatron_stare.policy.adapters.peft_files import peft_config
+from megatron_stare.policy.adapters import AdaptedWeights
 from megatron_stare.policy.build import read_hf_config
 from megatron_stare.policy.huggingface.files import copy_companions
 from megatron_stare.policy.huggingface.fp8_weights import (
@@ -34,6 +33,7 @@ from megatron_stare.policy.huggingface.fp8_weights import (
     check_server,
     quantization_config,
 )
+from megatron_stare.policy.huggingface.peft_files import peft_config
 from megatron_stare.policy.huggingface.weights import HFWeights
 from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology, agreed, release_workspaces

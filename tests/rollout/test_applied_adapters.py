@@ -10,7 +10,7 @@ import torch
 from megatron_stare.config import Config, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
-from megatron_stare.policy.adapters.attach import adapters_of
+from megatron_stare.policy.adapters import adapters_of
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics

@@ -22,7 +22,6 @@ from transformers import PretrainedConfig
 
 from megatron_stare.config import UserError
 from megatron_stare.policy import build, manifest
-from megatron_stare.policy.adapters.peft_files import WEIGHTS
 from megatron_stare.policy.conversion import megatron_files, merging
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.huggingface.checkpoint import (
@@ -37,6 +36,7 @@ from megatron_stare.policy.huggingface.names import (
     joined,
     name_table,
 )
+from megatron_stare.policy.huggingface.peft_files import WEIGHTS
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology

@@ -11,11 +11,10 @@ from transformers import PretrainedConfig
 
 from megatron_stare.config import AdaptersConfig, UserError
 from megatron_stare.policy import build, manifest
-from megatron_stare.policy.adapters import peft_files
-from megatron_stare.policy.adapters.attach import STORED_SETTINGS
-from megatron_stare.policy.adapters.low_rank import product, sum_dtype
+from megatron_stare.policy.adapters import STORED_SETTINGS, product, sum_dtype
 from megatron_stare.policy.conversion.megatron_files import CheckpointReader
 from megatron_stare.policy.huggingface import files as hf_files
+from megatron_stare.policy.huggingface import peft_files
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint
 from megatron_stare.policy.huggingface.names import ParameterMapping, name_table, to_shard
 from megatron_stare.policy.huggingface.weights import content_digest, content_hash

@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from megatron_stare.config import AdaptersConfig, Config, PolicyConfig, UserError
 from megatron_stare.planning.memory import cache_bytes_per_token, state_bytes
 from megatron_stare.policy import build, topology
-from megatron_stare.policy.adapters.attach import check as check_adapters
+from megatron_stare.policy.adapters import check as check_adapters
 from megatron_stare.policy.huggingface.families import (
     FAMILIES,
     check_supported,

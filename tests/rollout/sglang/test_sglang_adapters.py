@@ -20,7 +20,7 @@ from megatron_stare.config import Config, EngineError, UserError, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
-from megatron_stare.policy.adapters.attach import AdaptedWeights, adapters_of
+from megatron_stare.policy.adapters import AdaptedWeights, adapters_of
 from megatron_stare.policy.conversion.convert import export_hf
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron_stare.config import AdaptersConfig, PolicyConfig, UserError
 from megatron_stare.policy import build, model_state
-from megatron_stare.policy.adapters.attach import AdaptedWeights, check
-from megatron_stare.policy.adapters.peft_files import SIDES, projections
+from megatron_stare.policy.adapters import AdaptedWeights, check
 from megatron_stare.policy.checkpoints import actor_state
+from megatron_stare.policy.huggingface.peft_files import SIDES, projections
 from tests.distributed import run_distributed
 from tests.policy.checkpoints.test_optimizer_state import actor_of, same, save, update, whole
 from tests.tiny_models import tiny_config, write_checkpoint

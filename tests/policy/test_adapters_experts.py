@@ -13,7 +13,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from megatron_stare.config import AdaptersConfig, PolicyConfig
-from megatron_stare.policy.adapters.peft_files import SIDES, projections
+from megatron_stare.policy.huggingface.peft_files import SIDES, projections
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
 from tests.policy.huggingface.test_families_float64 import (

@@ -15,8 +15,8 @@ from megatron_stare.config import AdaptersConfig, Config, LossConfig, PolicyConf
 from megatron_stare.losses import find_objective
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
-from megatron_stare.policy.adapters.attach import adapters_of, attach, merge_metrics
-from megatron_stare.policy.adapters.peft_files import projections
+from megatron_stare.policy.adapters import adapters_of, attach, merge_metrics
+from megatron_stare.policy.huggingface.peft_files import projections
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
 from tests.distributed import LayoutResults

@@ -85,7 +85,7 @@ def projections(hf: PretrainedConfig, settings: AdaptersConfig) -> list[Projecti
 
 def adapter_table(hf: PretrainedConfig, settings: AdaptersConfig) -> list[ParameterMapping]:
     """A and B of every projection as parameters of their own: their keys in a checkpoint, their
-    names in PEFT's file, and how ranks divide them (low_rank.py).
+    names in PEFT's file, and how ranks divide them (policy/adapters.py).
     """
     table = []
     for each in projections(hf, settings):

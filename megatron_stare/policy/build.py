@@ -19,6 +19,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_stare.config import PolicyConfig, TuningConfig, UserError, from_hub
 from megatron_stare.policy import runtime
+from megatron_stare.policy.cpu_layers.attention import CoreAttention, RMSNorm
 from megatron_stare.policy.huggingface.families import (
     FAMILIES,
     check_supported,
@@ -247,12 +248,10 @@ def _layer_specs(
         pp_rank=topology.pipeline_rank,
     )
     if config.multi_latent_attention:
-        from megatron_stare.policy.cpu_layers.latent import LatentAttention
+        from megatron_stare.policy.cpu_layers.special_layers import LatentAttention
 
         for spec in block.layer_specs:
             spec.submodules.self_attention.module = LatentAttention
-    from megatron_stare.policy.cpu_layers.attention import CoreAttention, RMSNorm
-
     for spec in block.layer_specs if policy.shared_prompts or not transformer_engine else ():
         spec.submodules.self_attention.submodules.core_attention = CoreAttention
     if transformer_engine:
@@ -280,7 +279,7 @@ def _with_delta_nets(
         return block
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from megatron_stare.policy.cpu_layers.delta_net import delta_net_spec, provide_operations
+    from megatron_stare.policy.cpu_layers.special_layers import delta_net_spec, provide_operations
 
     # The kernels read lengths on the device, where TransformerEngine's attention has them too, and
     # do not repeat their results bit by bit.

@@ -22,7 +22,7 @@ from fla.modules.convolution import causal_conv1d
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule, naive
 from megatron_stare.policy import runtime
 runtime.prepare()
-from megatron_stare.policy.cpu_layers.delta_net import gdn, provide_operations
+from megatron_stare.policy.cpu_layers.special_layers import gdn, provide_operations
 from megatron_stare.policy.cpu_layers.delta_rule import gated_delta_rule
 
 torch.manual_seed(0)

@@ -15,7 +15,7 @@ from megatron_stare.planning.ranks import sizes, stage_counts, trained_counts
 from megatron_stare.planning.work import Tokens, training
 from megatron_stare.policy.huggingface.shape import shape_of
 from tests.distributed import run_distributed
-from tests.policy.checkpoints.test_optimizer_state import actor_of
+from tests.policy.test_optimizer_state import actor_of
 from tests.tiny_models import tiny_config, write_checkpoint
 
 LAYOUTS = (("policy.tensor_model_parallel_size=2",), ("policy.pipeline_model_parallel_size=2",), ())

@@ -15,7 +15,7 @@ from megatron_stare.policy.adapters import AdaptedWeights, check
 from megatron_stare.policy.checkpoints import actor_state
 from megatron_stare.policy.huggingface.peft_files import SIDES, projections
 from tests.distributed import run_distributed
-from tests.policy.checkpoints.test_optimizer_state import actor_of, same, save, update, whole
+from tests.policy.test_optimizer_state import actor_of, same, save, update, whole
 from tests.tiny_models import tiny_config, write_checkpoint
 
 TP, PP = ("policy.tensor_model_parallel_size=2", "policy.pipeline_model_parallel_size=2")

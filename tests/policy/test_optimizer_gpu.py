@@ -10,8 +10,7 @@ import torch
 
 from megatron_stare.policy import optimizer
 from megatron_stare.policy.actor import Actor
-from megatron_stare.policy.checkpoints.optimizer_state import make_room
-from megatron_stare.policy.optimizer import restore_gradients
+from megatron_stare.policy.optimizer import make_room, restore_gradients
 from megatron_stare.policy.topology import Topology, release_workspaces
 from tests.small_run import small_config
 

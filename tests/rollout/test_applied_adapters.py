@@ -16,7 +16,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from tests.distributed import run_distributed
-from tests.policy.checkpoints.test_optimizer_state import actor_of
+from tests.policy.test_optimizer_state import actor_of
 from tests.small_run import small_config
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 

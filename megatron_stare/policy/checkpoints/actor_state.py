@@ -16,10 +16,9 @@ from torch import Tensor
 
 from megatron_stare.policy import model_state
 from megatron_stare.policy.actor import Actor
-from megatron_stare.policy.checkpoints import optimizer_state
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.model_state import LOOP_PREFIX, REFERENCE_PREFIX
-from megatron_stare.policy.optimizer import resume_schedule
+from megatron_stare.policy.optimizer import make_room, resume_schedule, state_pieces
 
 
 def of_actor(actor: Actor, loop_state: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
         actor.check_adapters(checkpoint, common.get("adapters", {}))
         steps = common["scheduler"]["num_steps"]
         if steps:
-            optimizer_state.make_room(actor.optimizer, steps)
+            make_room(actor.optimizer, steps)
         sharded = _sharded(actor, bool(steps), reference)
         sharded["loop"] = _placeholders(stored, actor.topology.rank)
         room = {name: piece.data for name, piece in sharded.get("optimizer_state", {}).items()}
@@ -75,7 +74,7 @@ def _sharded(actor: Actor, has_stepped: bool, reference: PolicyModel | None) -> 
     """
     state = model_state.sharded_weights(actor.chunks, actor.topology)
     if has_stepped:
-        state["optimizer_state"] = optimizer_state.pieces(actor.optimizer, state)
+        state["optimizer_state"] = state_pieces(actor.optimizer, state)
     if reference is not None:
         chunks, prefix = reference.chunks, REFERENCE_PREFIX
         state |= model_state.sharded_weights(chunks, actor.topology, prefix=prefix)

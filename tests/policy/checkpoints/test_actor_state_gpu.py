@@ -11,9 +11,8 @@ import torch
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints import actor_state
-from megatron_stare.policy.checkpoints.optimizer_state import make_room
 from megatron_stare.policy.checkpoints.saving import Save
-from megatron_stare.policy.optimizer import MOMENTS, mains
+from megatron_stare.policy.optimizer import MOMENTS, mains, make_room
 from megatron_stare.policy.topology import Topology
 from tests.small_run import small_config
 

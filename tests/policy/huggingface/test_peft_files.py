@@ -18,10 +18,10 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.huggingface.peft_files import CONFIG, WEIGHTS, PeftDirectory
 from megatron_stare.policy.huggingface.weights import content_fingerprint
 from tests.distributed import run_distributed
-from tests.policy.checkpoints.test_optimizer_state import actor_of, save, update
 from tests.policy.conversion.conftest import refused
 from tests.policy.test_adapters import EP, LATENT, PP, RANK, SP, SPREAD, TP, WHOLE
 from tests.policy.test_adapters_experts import in_one_tensor
+from tests.policy.test_optimizer_state import actor_of, save, update
 from tests.tiny_models import tiny_config, write_checkpoint
 
 ALPHA = "adapters.alpha=7.5"

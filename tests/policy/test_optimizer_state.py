@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megatron_stare.config import Config, LossConfig, override
 from megatron_stare.losses import find_objective
-from megatron_stare.policy import model_state
+from megatron_stare.policy import model_state, optimizer
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
-from megatron_stare.policy.checkpoints import actor_state, optimizer_state
+from megatron_stare.policy.checkpoints import actor_state
 from megatron_stare.policy.checkpoints.actor_state import ShardedBytes
 from megatron_stare.policy.checkpoints.saving import Save
 from megatron_stare.policy.topology import Topology
@@ -56,7 +56,7 @@ SHAPES: dict[str, dict[str, int]] = {"qwen3_moe": WIDE, "qwen3_moe_stepped": WID
 def test_boxes_hold_every_range_in_order(shape: tuple[int, ...]) -> None:
     numbers = torch.arange(math.prod(shape)).view(shape)
     for start, stop in itertools.combinations_with_replacement(range(math.prod(shape) + 1), 2):
-        found = list(optimizer_state.boxes(shape, start, stop))
+        found = list(optimizer.boxes(shape, start, stop))
         held = [
             numbers[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))].flatten()
             for offset, size in found
@@ -93,7 +93,7 @@ def update(actor: Actor) -> None:
 def whole(actor: Actor) -> dict[str, Tensor]:
     """Every tensor of weights and optimizer state, put together from all ranks."""
     weights = model_state.sharded_weights(actor.chunks, actor.topology)
-    pieces = optimizer_state.pieces(actor.optimizer, weights)
+    pieces = optimizer.state_pieces(actor.optimizer, weights)
     own = [
         (piece.key, piece.global_shape, piece.global_offset, piece.data.clone())
         for piece in pieces.values()

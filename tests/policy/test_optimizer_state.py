@@ -20,7 +20,7 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints import actor_state
 from megatron_stare.policy.checkpoints.actor_state import ShardedBytes
-from megatron_stare.policy.checkpoints.saving import Save
+from megatron_stare.policy.checkpoints.checkpoints import Save
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from tests.distributed import run_distributed

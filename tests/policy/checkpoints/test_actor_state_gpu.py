@@ -11,7 +11,7 @@ import torch
 from megatron_stare.policy import build
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints import actor_state
-from megatron_stare.policy.checkpoints.saving import Save
+from megatron_stare.policy.checkpoints.checkpoints import Save
 from megatron_stare.policy.optimizer import MOMENTS, mains, make_room
 from megatron_stare.policy.topology import Topology
 from tests.small_run import small_config

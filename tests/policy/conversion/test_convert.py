@@ -18,7 +18,7 @@ from megatron_stare.__main__ import main
 from megatron_stare.config import PolicyConfig
 from megatron_stare.policy import build, model_state
 from megatron_stare.policy import topology as topologies
-from megatron_stare.policy.checkpoints.saving import Save
+from megatron_stare.policy.checkpoints.checkpoints import Save
 from megatron_stare.policy.conversion import convert, verification
 from megatron_stare.policy.huggingface import weights as hf_weights
 from tests.conftest import fill

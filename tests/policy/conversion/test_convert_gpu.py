@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, Qwen2Config
 
 from megatron_stare.config import PolicyConfig
 from megatron_stare.policy import build, model_state
-from megatron_stare.policy.checkpoints.saving import Save
+from megatron_stare.policy.checkpoints.checkpoints import Save
 from megatron_stare.policy.conversion import convert, megatron_files
 from megatron_stare.policy.huggingface import weights as hf_weights
 from megatron_stare.policy.topology import Topology

@@ -22,7 +22,7 @@ from megatron_stare.loop.parts import (
 )
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.build import DTYPES
-from megatron_stare.policy.conversion.operations import (
+from megatron_stare.policy.conversion.verification import (
     TOLERANCES,
     OperationDifference,
     compare_operations,

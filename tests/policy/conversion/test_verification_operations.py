@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stare.config import PolicyConfig
 from megatron_stare.policy import build
-from megatron_stare.policy.conversion import operations
-from megatron_stare.policy.conversion.operations import TOLERANCES, first_beyond, first_unequal
+from megatron_stare.policy.conversion import verification
+from megatron_stare.policy.conversion.verification import TOLERANCES, first_beyond, first_unequal
 from megatron_stare.policy.huggingface import weights as hf_weights
 from tests.policy.conversion.conftest import FAMILIES
 
@@ -32,7 +32,7 @@ def both(directory, topology, dtype: str = "fp32"):
 
 
 def compared(ours, theirs, hf):
-    return operations.compare_operations(ours, theirs, hf, IDS)
+    return verification.compare_operations(ours, theirs, hf, IDS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -40,7 +40,7 @@ def test_equal_tensors_are_within_rounding(family, sources, alone):
     ours, theirs, hf = both(sources[family], alone)
     found = compared(ours, theirs, hf)
     assert first_beyond(found, TOLERANCE) is None
-    assert [each.name for each in found] == [each.name for each in operations.operations(hf)]
+    assert [each.name for each in found] == [each.name for each in verification.operations(hf)]
     assert found[0].equal == 1 and found[-1].scale > 0.1
     assert not any(module._forward_hooks for module in [*ours.modules(), *theirs.modules()])
 

@@ -12,7 +12,7 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.checkpoints.checkpoints import BEST, LATEST, verify
 from megatron_stare.policy.conversion import convert, verification
 from megatron_stare.policy.conversion.gguf import gguf_to_hf
-from megatron_stare.policy.conversion.merging import stored_adapters
+from megatron_stare.policy.conversion.megatron_files import stored_adapters
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.bars import progress

@@ -22,8 +22,9 @@ from transformers import PretrainedConfig
 
 from megatron_stare.config import UserError
 from megatron_stare.policy import build, manifest
-from megatron_stare.policy.conversion import megatron_files, merging
+from megatron_stare.policy.conversion import megatron_files
 from megatron_stare.policy.huggingface import files as hf_files
+from megatron_stare.policy.huggingface import peft_files
 from megatron_stare.policy.huggingface.checkpoint import (
     Checkpoint,
     FileNames,
@@ -36,7 +37,6 @@ from megatron_stare.policy.huggingface.names import (
     joined,
     name_table,
 )
-from megatron_stare.policy.huggingface.peft_files import WEIGHTS
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology
@@ -86,7 +86,7 @@ def megatron_to_hf(
     base: Path | None = None,
 ) -> None:
     """Write the HF directory `target` of the distributed checkpoint `source`,
-    saved under any layout. Adapters are merged into their base (conversion/merging.py).
+    saved under any layout. Adapters are merged into their base.
 
     Files, their order and their names are those of the directory that the checkpoint came from,
     where it knows them. Of a vision-language model, `base` has the other parts, which are copied.
@@ -95,7 +95,7 @@ def megatron_to_hf(
     others = with_other_parts(source, base)
     hf = build.read_hf_config(str(source))
     reader = _reader(source, hf, topology, base)
-    if isinstance(reader, merging.MergedReader):
+    if isinstance(reader, megatron_files.MergedReader):
         reader.check_base()
     table, wanted, layout = name_table(hf), build.DTYPES.get(dtype), hf_files.layout_of(source)
 
@@ -123,12 +123,26 @@ def megatron_to_hf(
 
 
 def megatron_to_peft(source: Path, target: Path, topology: Topology, dtype: str = "") -> int:
-    """Write the PEFT directory `target` of a run's adapters; the bytes of its weight file. `dtype`,
-    UserError: as in `megatron_to_hf`.
+    """Write the PEFT directory `target` of a run's adapters, with the tokenizer's files; the bytes
+    of its weight file. `dtype`, UserError: as in `megatron_to_hf`, and where `source` holds whole
+    weights.
     """
     with _working_directory(source, target, {"to": "peft", "dtype": dtype}) as working:
-        merging.write_peft(source, working, topology, dtype)
-    return (target / WEIGHTS).stat().st_size
+        if not megatron_files.stored_adapters(source):
+            raise UserError(f"{source} holds whole weights and no adapters; use megatron-to-hf")
+        hf = build.read_hf_config(str(source))
+        adapters = megatron_files.StoredAdapters(source, hf, topology)
+        digests = peft_files.write(
+            working,
+            hf,
+            adapters.settings,
+            adapters.stored["base"],
+            build.DTYPES.get(dtype, adapters.type),
+            adapters.reader.read,
+        )
+        hf_files.copy_companions(source, working)
+        manifest.write(working, digests)
+    return (target / peft_files.WEIGHTS).stat().st_size
 
 
 def _in_files(
@@ -161,9 +175,9 @@ def _in_files(
 
 def _reader(
     source: Path, hf: PretrainedConfig, topology: Topology, base: Path | None
-) -> megatron_files.CheckpointReader | merging.MergedReader:
-    if merging.stored_adapters(source):
-        return merging.MergedReader(source, hf, topology, base)
+) -> megatron_files.CheckpointReader | megatron_files.MergedReader:
+    if megatron_files.stored_adapters(source):
+        return megatron_files.MergedReader(source, hf, topology, base)
     return megatron_files.CheckpointReader(source, hf, topology)
 
 
@@ -211,7 +225,7 @@ def _hf_tensors(
     stored: tuple[str, ...],
     parts: dict[str, list[str]],
     table: list[ParameterMapping],
-    reader: megatron_files.CheckpointReader | merging.MergedReader,
+    reader: megatron_files.CheckpointReader | megatron_files.MergedReader,
     dtype: torch.dtype | None,
     others: Checkpoint | None = None,
 ) -> Iterator[Tensor]:

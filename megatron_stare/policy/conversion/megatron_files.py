@@ -2,7 +2,8 @@
 
 Where a parameter lies is asked of Megatron-Core itself: a model without storage (the meta device)
 names key, global shape and offset of each. So what is written here loads under any layout, and any
-layout's checkpoint is read here.
+layout's checkpoint is read here. A run's checkpoint of adapters is read with its base as whole
+weights.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from transformers import PretrainedConfig
 
-from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.config import AdaptersConfig, PolicyConfig, UserError
 from megatron_stare.policy import build, manifest, model_state
-from megatron_stare.policy.huggingface.names import joined
+from megatron_stare.policy.adapters import STORED_SETTINGS, product, sum_dtype
+from megatron_stare.policy.huggingface import peft_files
+from megatron_stare.policy.huggingface.checkpoint import Checkpoint
+from megatron_stare.policy.huggingface.names import ParameterMapping, joined, name_table, to_shard
+from megatron_stare.policy.huggingface.weights import content_digest, content_hash
 from megatron_stare.policy.topology import Topology
 
 
@@ -207,6 +212,90 @@ class _Into:
 
     def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
         pass
+
+
+def stored_adapters(source: Path) -> dict[str, Any]:
+    """The adapters that the checkpoint describes; empty if it holds whole weights."""
+    found: dict[str, Any] = model_state.common_state(source).get("adapters", {})
+    return found
+
+
+class StoredAdapters:
+    """The adapters of a run's checkpoint, by their projections."""
+
+    def __init__(self, source: Path, hf: PretrainedConfig, topology: Topology) -> None:
+        self.source, self.stored = source, stored_adapters(source)
+        known = {name: self.stored[name] for name in STORED_SETTINGS}
+        self.settings = AdaptersConfig(**known)
+        self.reader = CheckpointReader(source, hf, topology, adapters=True)
+        self.of_weight = {each.weight: each for each in peft_files.projections(hf, self.settings)}
+        first = next(iter(self.of_weight.values()))
+        self.type = self.reader.dtype(first.key("A"))
+
+    def change(self, weight: str, shape: tuple[int, ...]) -> Tensor:
+        """alpha / rank B A [O, I] of the weight with this HF name; zeros if it has no adapter."""
+        each, wide = self.of_weight.get(weight), sum_dtype(self.type)
+        if each is None:
+            return torch.zeros(shape, dtype=wide)
+        a, b = (self.reader.read(each.key(side)) for side in peft_files.SIDES)
+        return self.settings.alpha / self.settings.rank * product(a, b, wide).T
+
+
+class MergedReader:
+    """W + alpha / rank B A by Megatron's names, as engines received it: from one rounding of the
+    sum. `base`: the directory of W, if it is not where the run found it.
+    """
+
+    def __init__(
+        self, source: Path, hf: PretrainedConfig, topology: Topology, base: Path | None = None
+    ) -> None:
+        self.adapters = StoredAdapters(source, hf, topology)
+        self.directory = directory = base or Path(self.adapters.stored["base"])
+        if not directory.is_dir():
+            raise UserError(
+                f"{source} holds adapters of {directory}, which is not a directory; give the base "
+                "model's with --base"
+            )
+        self.entries = {entry.megatron: entry for entry in name_table(hf)}
+        self.base: Checkpoint | CheckpointReader
+        if model_state.is_distributed(directory):
+            self.base = CheckpointReader(directory, hf, topology)
+        else:
+            self.base = Checkpoint(str(directory))
+
+    def check_base(self) -> None:
+        """Reads every weight. UserError: the directory holds other weights than the run's base."""
+        found = content_digest(
+            (name, 0, content_hash(entry, self._base(entry)))
+            for name, entry in self.entries.items()
+        )
+        wanted = self.adapters.stored["fingerprint"]
+        if found != wanted:
+            raise UserError(
+                f"{self.adapters.source} holds adapters of other weights ({wanted}) than those of "
+                f"{self.directory} ({found}); give the directory of their base model with --base"
+            )
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of the weight in the run that trained the adapters."""
+        return self.entries[name].dtype or self.adapters.type
+
+    def read(self, name: str) -> Tensor:
+        """The whole merged parameter."""
+        entry = self.entries[name]
+        weight = self._base(entry)
+        if not any(each in self.adapters.of_weight for each in entry.hf):
+            return weight
+        changes = [self.adapters.change(each, shape) for each, shape in entry.tensors]
+        change = to_shard(entry, changes)
+        return (weight.to(change.dtype) + change).to(weight.dtype)
+
+    def _base(self, entry: ParameterMapping) -> Tensor:
+        if isinstance(self.base, CheckpointReader):
+            weight = self.base.read(entry.megatron)
+        else:
+            weight = self.base.shard(entry)
+        return weight.to(self.dtype(entry.megatron))
 
 
 class CheckpointWriter:

@@ -2,7 +2,7 @@
 and the plans that do their batch-wide work once per step.
 """
 
-from megatron_stare.losses import families, grpo, stare  # noqa: F401  (importing registers them)
+from megatron_stare.losses import families, grpo, stare  # importing registers them
 from megatron_stare.losses.compute import advantages, compute
 from megatron_stare.losses.registry import (
     Objective,
@@ -11,13 +11,3 @@ from megatron_stare.losses.registry import (
     policy_loss,
     reading,
 )
-
-__all__ = [
-    "Objective",
-    "advantages",
-    "compute",
-    "find_objective",
-    "objective_of",
-    "policy_loss",
-    "reading",
-]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from megatron_stare.config import LossConfig, UserError, nearest
-from megatron_stare.config.section import (
+from megatron_stare.config.section import (  # noqa: F401  (the types that settings have)
     AtLeastOne,
     Count,
     Fraction,
@@ -22,22 +22,6 @@ from megatron_stare.config.section import (
     Whole,
 )
 from megatron_stare.config.settings import REQUIRED, Setting, settings
-
-__all__ = [
-    "FIELDS",
-    "FIELD_SETTINGS",
-    "REQUIRED",
-    "SHARED",
-    "AtLeastOne",
-    "Count",
-    "Fraction",
-    "NonNegative",
-    "Positive",
-    "Setting",
-    "Whole",
-    "declared",
-    "resolved",
-]
 
 _PREFIX = "loss.settings."
 FIELDS = frozenset(key.removeprefix("loss.") for key in settings() if key.startswith("loss."))

@@ -27,27 +27,3 @@ from megatron_stare.records.rollouts import (
     trained_sequences,
     turns_of,
 )
-
-__all__ = [
-    "EVERY_RANK",
-    "ROLLOUT_ARRAYS",
-    "BoundLoss",
-    "Group",
-    "LossPlan",
-    "LossTokens",
-    "MicroBatch",
-    "Nucleus",
-    "Prompt",
-    "Rollout",
-    "RolloutMeta",
-    "RoutingShape",
-    "SequenceMeta",
-    "Signals",
-    "Status",
-    "TokenBatch",
-    "TrainedSequence",
-    "fixed_array",
-    "readable",
-    "trained_sequences",
-    "turns_of",
-]

@@ -127,11 +127,11 @@ def megatron_to_peft(source: Path, target: Path, topology: Topology, dtype: str 
     of its weight file. `dtype`, UserError: as in `megatron_to_hf`, and where `source` holds whole
     weights.
     """
+    if not megatron_files.stored_adapters(source):
+        raise UserError(f"{source} holds whole weights and no adapters; use megatron-to-hf")
+    hf = build.read_hf_config(str(source))
+    adapters = megatron_files.StoredAdapters(source, hf, topology)
     with _working_directory(source, target, {"to": "peft", "dtype": dtype}) as working:
-        if not megatron_files.stored_adapters(source):
-            raise UserError(f"{source} holds whole weights and no adapters; use megatron-to-hf")
-        hf = build.read_hf_config(str(source))
-        adapters = megatron_files.StoredAdapters(source, hf, topology)
         digests = peft_files.write(
             working,
             hf,

@@ -220,6 +220,7 @@ def test_convert_refuses_unsupported_conversions(
     assert main(["convert", "hf-to-megatron", f"{run}/model", f"{tmp_path}/whole"]) == 0
     whole = ["convert", "megatron-to-peft", f"{tmp_path}/whole", f"{tmp_path}/peft"]
     refused(capsys, whole, "holds whole weights and no adapters")
+    assert not (tmp_path / ".peft.converting").exists()
     assert main([*to_hf[:3], f"{tmp_path}/same", "--base", f"{tmp_path}/whole"]) == 0
     assert (tmp_path / "same" / "model.safetensors").read_bytes() == written
 

@@ -58,10 +58,9 @@ def gather_bytes(content: bytes, group: ProcessGroup) -> list[bytes]:
     if size == 1:
         return [content]
     lengths = enumerate(_lengths(content, group))
-    parcels = [Parcel(length, holder, (0,)) for holder, length in lengths if length]
+    parcels = [Parcel(length, holder, (0,)) for holder, length in lengths]
     there = deliver(lambda _: numpy.frombuffer(content, numpy.uint8), parcels, group)
-    found = {parcels[number].holder: part.tobytes() for number, part in there.items()}
-    return [found.get(holder, b"") for holder in range(size)] if rank == 0 else []
+    return [there[holder].tobytes() for holder in range(size)] if rank == 0 else []
 
 
 def _lengths(content: bytes, group: ProcessGroup) -> list[int]:
@@ -104,6 +103,7 @@ def deliver(
             if sending is not None:
                 sending.wait()
     mine = [number for number, parcel in enumerate(parcels) if rank in parcel.wanted]
+    there |= {number: numpy.zeros(0, numpy.uint8) for number in mine if not parcels[number].size}
     if mine:
         _pass_on(there, parcels, mine, rank, group)
     return there

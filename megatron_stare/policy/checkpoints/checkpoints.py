@@ -392,7 +392,7 @@ def _on_first_rank(topology: Topology, action: Callable[[], None]) -> None:
     if topology.is_first:
         try:
             action()
-        except OSError as error:
+        except (OSError, UserError) as error:  # the latter of the model's files, which it copies
             failure = _described(error)
     if failure := topology.gather(failure)[0]:
         raise SaveError(failure)

@@ -8,7 +8,7 @@ import math
 import os
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.config.servers import MEMORY_SHARE, SHARE_VARIABLE
+from megatron_stare.config.rollout import MEMORY_SHARE, SHARE_VARIABLE
 from megatron_stare.planning.machine import H100, read_machine
 from megatron_stare.planning.plan import make_plan
 from megatron_stare.planning.serving import static_share

@@ -41,10 +41,11 @@ from megatron_stare.config.rollout import (
     AgentsConfig,
     ResamplingConfig,
     RolloutConfig,
+    SandboxConfig,
+    SGLangConfig,
     ToolsConfig,
 )
 from megatron_stare.config.run import AlarmsConfig, CompareConfig, DiagnosticsConfig, RunConfig
 from megatron_stare.config.scoring import PER_SOURCE, JudgeConfig, ScoringConfig
-from megatron_stare.config.servers import SandboxConfig, SGLangConfig
 from megatron_stare.config.settings import lookup
 from megatron_stare.config.tree import Config

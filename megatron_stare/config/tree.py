@@ -13,11 +13,16 @@ from megatron_stare.config.policy import (
     PolicyConfig,
     TrainConfig,
 )
-from megatron_stare.config.rollout import AgentsConfig, RolloutConfig, ToolsConfig
+from megatron_stare.config.rollout import (
+    AgentsConfig,
+    RolloutConfig,
+    SandboxConfig,
+    SGLangConfig,
+    ToolsConfig,
+)
 from megatron_stare.config.run import AlarmsConfig, CompareConfig, DiagnosticsConfig, RunConfig
 from megatron_stare.config.scoring import JudgeConfig, ScoringConfig
 from megatron_stare.config.section import section
-from megatron_stare.config.servers import SandboxConfig, SGLangConfig
 
 
 @section

@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 
 from megatron_stare.config import Config, override
-from megatron_stare.config.servers import MEMORY_SHARE
+from megatron_stare.config.rollout import MEMORY_SHARE
 from megatron_stare.planning import calibration, executed
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.plan import GIB, RunPlan, make_plan

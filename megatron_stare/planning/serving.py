@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_stare.config import Config
-from megatron_stare.config.servers import MEMORY_SHARE
+from megatron_stare.config.rollout import MEMORY_SHARE
 from megatron_stare.planning.machine import Machine
 from megatron_stare.planning.memory import (
     cache_bytes_per_token,

@@ -14,7 +14,7 @@ from megatron_stare.commands.plan import (
     share_memory,
 )
 from megatron_stare.config import UserError, override
-from megatron_stare.config.servers import SHARE_VARIABLE
+from megatron_stare.config.rollout import SHARE_VARIABLE
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.plan import make_plan
 from megatron_stare.planning.tables import BASIS

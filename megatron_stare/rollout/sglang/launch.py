@@ -11,7 +11,7 @@ import orjson
 import torch
 
 from megatron_stare.config import SGLangConfig, UserError
-from megatron_stare.config.servers import MEMORY_SHARE, SHARE_VARIABLE
+from megatron_stare.config.rollout import MEMORY_SHARE, SHARE_VARIABLE
 from megatron_stare.http_client import FAULTS, request
 from megatron_stare.rollout.sglang.access import api_key
 from megatron_stare.rollout.sglang.client import QUICK_SECONDS

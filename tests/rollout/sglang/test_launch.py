@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_stare.config import Config, SGLangConfig, UserError, override
-from megatron_stare.config.servers import MEMORY_SHARE, SHARE_VARIABLE
+from megatron_stare.config.rollout import MEMORY_SHARE, SHARE_VARIABLE
 from megatron_stare.rollout.sglang.client import ServerInfo
 from megatron_stare.rollout.sglang.launch import arguments_of, placement
 from megatron_stare.rollout.sglang.server import Model, check_modes

@@ -1,12 +1,5 @@
 """The configuration of a run: its sections, overrides and files. Import from here."""
 
-from megatron_stare.config.data import (
-    DATA_SOURCE,
-    DataConfig,
-    EvaluationConfig,
-    EvaluationSetConfig,
-    source_of,
-)
 from megatron_stare.config.errors import (
     EngineError,
     MismatchAlarm,
@@ -46,6 +39,15 @@ from megatron_stare.config.rollout import (
     ToolsConfig,
 )
 from megatron_stare.config.run import AlarmsConfig, CompareConfig, DiagnosticsConfig, RunConfig
-from megatron_stare.config.scoring import PER_SOURCE, JudgeConfig, ScoringConfig
 from megatron_stare.config.settings import lookup
+from megatron_stare.config.task import (
+    DATA_SOURCE,
+    PER_SOURCE,
+    DataConfig,
+    EvaluationConfig,
+    EvaluationSetConfig,
+    JudgeConfig,
+    ScoringConfig,
+    source_of,
+)
 from megatron_stare.config.tree import Config

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from megatron_stare.config.data import DataConfig, EvaluationConfig
 from megatron_stare.config.loss import LossConfig, MismatchConfig
 from megatron_stare.config.policy import (
     AdaptersConfig,
@@ -21,8 +20,8 @@ from megatron_stare.config.rollout import (
     ToolsConfig,
 )
 from megatron_stare.config.run import AlarmsConfig, CompareConfig, DiagnosticsConfig, RunConfig
-from megatron_stare.config.scoring import JudgeConfig, ScoringConfig
 from megatron_stare.config.section import section
+from megatron_stare.config.task import DataConfig, EvaluationConfig, JudgeConfig, ScoringConfig
 
 
 @section

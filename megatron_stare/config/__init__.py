@@ -12,7 +12,6 @@ from megatron_stare.config.errors import (
     from_hub,
     nearest,
 )
-from megatron_stare.config.loss import LossConfig, MismatchConfig
 from megatron_stare.config.overrides import (
     check_arms,
     differences,
@@ -21,14 +20,6 @@ from megatron_stare.config.overrides import (
     load,
     override,
     without_secrets,
-)
-from megatron_stare.config.policy import (
-    AdaptersConfig,
-    ColdStartConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    TrainConfig,
-    TuningConfig,
 )
 from megatron_stare.config.rollout import (
     AgentsConfig,
@@ -49,5 +40,15 @@ from megatron_stare.config.task import (
     JudgeConfig,
     ScoringConfig,
     source_of,
+)
+from megatron_stare.config.training import (
+    AdaptersConfig,
+    ColdStartConfig,
+    LossConfig,
+    MismatchConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    TrainConfig,
+    TuningConfig,
 )
 from megatron_stare.config.tree import Config

@@ -10,7 +10,7 @@ import sys
 
 from megatron_stare.config.errors import UserError
 from megatron_stare.config.overrides import without_secrets
-from megatron_stare.config.policy import PolicyConfig
+from megatron_stare.config.training import PolicyConfig
 
 # One queue from host to GPU: a send launched before a matrix product starts before it and overlaps.
 ONE_QUEUE = ("CUDA_DEVICE_MAX_CONNECTIONS", "1")

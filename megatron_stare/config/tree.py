@@ -4,14 +4,6 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from megatron_stare.config.loss import LossConfig, MismatchConfig
-from megatron_stare.config.policy import (
-    AdaptersConfig,
-    ColdStartConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    TrainConfig,
-)
 from megatron_stare.config.rollout import (
     AgentsConfig,
     RolloutConfig,
@@ -22,6 +14,15 @@ from megatron_stare.config.rollout import (
 from megatron_stare.config.run import AlarmsConfig, CompareConfig, DiagnosticsConfig, RunConfig
 from megatron_stare.config.section import section
 from megatron_stare.config.task import DataConfig, EvaluationConfig, JudgeConfig, ScoringConfig
+from megatron_stare.config.training import (
+    AdaptersConfig,
+    ColdStartConfig,
+    LossConfig,
+    MismatchConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    TrainConfig,
+)
 
 
 @section

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from megatron_stare.config.settings import settings
+from megatron_stare.config.run import settings
 from megatron_stare.recipes import RECIPES
 
 SHELLS = ("bash", "zsh", "fish")

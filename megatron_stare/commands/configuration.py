@@ -19,7 +19,8 @@ from pydantic import TypeAdapter
 
 from megatron_stare.config import Config, lookup
 from megatron_stare.config.overrides import SECRETS
-from megatron_stare.config.settings import Setting, settings
+from megatron_stare.config.run import settings
+from megatron_stare.config.section import Setting
 
 _VALUE_COLUMN = 48
 # Plain text that YAML reads as it is: without YAML's own signs, and no number.

@@ -29,8 +29,14 @@ from megatron_stare.config.rollout import (
     SGLangConfig,
     ToolsConfig,
 )
-from megatron_stare.config.run import AlarmsConfig, CompareConfig, DiagnosticsConfig, RunConfig
-from megatron_stare.config.settings import lookup
+from megatron_stare.config.run import (
+    AlarmsConfig,
+    CompareConfig,
+    Config,
+    DiagnosticsConfig,
+    RunConfig,
+    lookup,
+)
 from megatron_stare.config.task import (
     DATA_SOURCE,
     PER_SOURCE,
@@ -51,4 +57,3 @@ from megatron_stare.config.training import (
     TrainConfig,
     TuningConfig,
 )
-from megatron_stare.config.tree import Config

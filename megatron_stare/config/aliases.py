@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from megatron_stare.config.errors import UserError
-from megatron_stare.config.settings import settings
+from megatron_stare.config.run import settings
 
 # The key here -> its names in verl, slime, TRL, OpenRLHF and prime-rl.
 _NAMES = {

@@ -17,15 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 from megatron_stare.config.aliases import unknown
 from megatron_stare.config.errors import UserError
 from megatron_stare.config.rules import check, unread
-from megatron_stare.config.settings import (
-    Setting,
-    fields_of,
-    kind_of_values,
-    lookup,
-    setting_of,
-    settings,
-)
-from megatron_stare.config.tree import Config
+from megatron_stare.config.run import Config, kind_of_values, lookup, settings
+from megatron_stare.config.section import Setting, fields_of, setting_of
 
 SECRETS = ("sglang.api_key",)  # in no file and no message
 _FLOAT = re.compile(

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator
 
 from megatron_stare.config.errors import UserError
-from megatron_stare.config.settings import lookup, settings, written
+from megatron_stare.config.run import Config, lookup, settings
+from megatron_stare.config.section import written
 from megatron_stare.config.task import PER_SOURCE
 from megatron_stare.config.training import AdaptersConfig
-from megatron_stare.config.tree import Config
 
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 _SERVER = "http://host:port"

@@ -1,19 +1,44 @@
-"""The sections about a run as a whole: its directory, diagnostics, alarms and comparisons."""
+"""The configuration of a run as a whole: its directory, diagnostics, alarms and comparisons, all
+sections, and every setting by its dotted key.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import dataclasses
+import functools
+import typing
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 from pydantic import Field
 
+from megatron_stare.config.rollout import (
+    AgentsConfig,
+    RolloutConfig,
+    SandboxConfig,
+    SGLangConfig,
+    ToolsConfig,
+)
 from megatron_stare.config.section import (
     Count,
     Fraction,
     Integer,
     NonNegative,
+    Setting,
     Whole,
+    fields_of,
     section,
+    setting_of,
+)
+from megatron_stare.config.task import DataConfig, EvaluationConfig, JudgeConfig, ScoringConfig
+from megatron_stare.config.training import (
+    AdaptersConfig,
+    ColdStartConfig,
+    LossConfig,
+    MismatchConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    TrainConfig,
 )
 
 AlarmName = Literal[
@@ -132,3 +157,73 @@ class CompareConfig:
     """Names of the arms to train; empty trains all of them."""
     seeds: list[int] = Field(default_factory=list)
     """Seeds with which every arm is repeated; empty uses run.seed alone."""
+
+
+@section
+class Config:
+    """One run: a section per stage, under the names that slime (rollouts), Megatron (parallelism,
+    optimizer) and the STARE reference give to the same settings.
+    """
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    sglang: SGLangConfig = Field(default_factory=SGLangConfig)
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
+    tools: ToolsConfig = Field(default_factory=ToolsConfig)
+    agents: AgentsConfig = Field(default_factory=AgentsConfig)
+    scoring: ScoringConfig = Field(default_factory=ScoringConfig)
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    mismatch: MismatchConfig = Field(default_factory=MismatchConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    diagnostics: DiagnosticsConfig = Field(default_factory=DiagnosticsConfig)
+    alarms: AlarmsConfig = Field(default_factory=AlarmsConfig)
+    cold_start: ColdStartConfig = Field(default_factory=ColdStartConfig)
+    compare: CompareConfig = Field(default_factory=CompareConfig)
+
+    @property
+    def reference(self) -> str:
+        """policy.ref_hf_checkpoint where the loss reads a reference model; else empty."""
+        return self.policy.ref_hf_checkpoint if self.loss.reads_reference else ""
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and response that the limits allow."""
+        return self.data.rollout_max_prompt_len + self.rollout.rollout_max_response_len
+
+
+@functools.cache
+def settings() -> dict[str, Setting]:
+    """Every setting of a Config by its dotted key, in the order of the source."""
+    return {setting.key: setting for setting in _settings_of(Config, "")}
+
+
+def _settings_of(kind: Any, prefix: str) -> list[Setting]:
+    found: list[Setting] = []
+    for name, field in fields_of(kind).items():
+        if dataclasses.is_dataclass(field.annotation):
+            found += _settings_of(field.annotation, f"{prefix}{name}.")
+        else:
+            found.append(setting_of(f"{prefix}{name}", field))
+    return found
+
+
+def kind_of_values(key: str) -> Any:
+    """The type of the values of a setting that maps free names; None for any other key."""
+    setting = settings().get(key)
+    if setting is None or typing.get_origin(setting.kind) is not dict:
+        return None
+    return typing.get_args(setting.kind)[1]
+
+
+def lookup(config: Config, key: str) -> Any:
+    """The value of a dotted key; None if a free name within it is not set."""
+    node: Any = config
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
+    return node

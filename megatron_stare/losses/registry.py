@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megatron_stare.config import LossConfig, UserError, callable_at, nearest
-from megatron_stare.config.settings import written
+from megatron_stare.config.section import written
 from megatron_stare.losses.kl import kl_penalty, top_k_divergence
 from megatron_stare.losses.planning import Planner, Step, coefficients, nothing
 from megatron_stare.losses.settings import FIELD_SETTINGS, SHARED, Setting, declared, resolved

@@ -13,15 +13,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from megatron_stare.config import LossConfig, UserError, nearest
+from megatron_stare.config.run import settings
 from megatron_stare.config.section import (  # noqa: F401  (the types that settings have)
+    REQUIRED,
     AtLeastOne,
     Count,
     Fraction,
     NonNegative,
     Positive,
+    Setting,
     Whole,
 )
-from megatron_stare.config.settings import REQUIRED, Setting, settings
 
 _PREFIX = "loss.settings."
 FIELDS = frozenset(key.removeprefix("loss.") for key in settings() if key.startswith("loss."))

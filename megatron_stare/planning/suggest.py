@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_stare.config import Config, PolicyConfig, UserError, differences, override
-from megatron_stare.config.settings import written
+from megatron_stare.config.section import written
 from megatron_stare.planning.machine import H100, Machine
 from megatron_stare.planning.plan import RunPlan, make_plan
 from megatron_stare.planning.ranks import RankCounts, stage_counts

@@ -11,7 +11,7 @@ import pytest
 from megatron_stare.__main__ import main
 from megatron_stare.commands import configuration
 from megatron_stare.config import Config, override
-from megatron_stare.config.settings import settings
+from megatron_stare.config.run import settings
 from megatron_stare.recipes import find_recipe
 from tests.paths import ROOT
 

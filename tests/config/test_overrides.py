@@ -19,7 +19,7 @@ from megatron_stare.config import (
     override,
 )
 from megatron_stare.config.aliases import ALIASES
-from megatron_stare.config.settings import settings
+from megatron_stare.config.run import settings
 from megatron_stare.recipes import RECIPES, find_recipe
 
 

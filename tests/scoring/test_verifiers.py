@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_stare.config.settings import settings as config_settings
+from megatron_stare.config.run import settings as config_settings
 from megatron_stare.scoring.judge import soft_overlong_penalty
 from megatron_stare.scoring.mathematics.extraction import extract
 from megatron_stare.scoring.verdict import as_verdict

@@ -1,4 +1,4 @@
-"""Every setting with its type, default, range, choices and sentence."""
+"""Every setting with its type, default, range, choices and sentence, and the rules between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from megatron_stare.config import Config, OptimizerConfig, RolloutConfig, UserError, override
 from megatron_stare.config.rules import READERS, RELATIONS, check, unread
-from megatron_stare.config.settings import settings
+from megatron_stare.config.run import settings
 
 
 def test_every_setting_has_its_type_default_and_sentence() -> None:

@@ -74,7 +74,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"memory", "work"},
         {"serving"},
         {"plan"},
-        {"suggest", "tables", "executed", "calibration"},
+        {"suggest", "tables", "calibration"},
         {"pages"},
     ],
     "compare": [{"__init__", "worlds"}, {"compare"}],

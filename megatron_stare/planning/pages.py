@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_stare.config import Config, override
 from megatron_stare.config.rollout import MEMORY_SHARE
-from megatron_stare.planning import calibration, executed
+from megatron_stare.planning import calibration
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.plan import GIB, RunPlan, make_plan
 from megatron_stare.planning.serving import static_share
@@ -53,7 +53,7 @@ def tables(directory: Path) -> dict[str, str]:
     found |= {"by GPUs": _marked(markdown(_by_gpus()))}
     found |= {"by tokens": _marked(markdown(_by_tokens()))}
     found |= {"calibration": markdown(calibration.table())}
-    return found | {"executed": markdown([list(executed.HEADER), *executed.rows(directory)])}
+    return found | {"executed": markdown(calibration.executed_table(directory))}
 
 
 def _marked(text: str) -> str:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_stare.planning.executed import FIGURES_NAME, Executed, executed
+from megatron_stare.planning.calibration import FIGURES_NAME, Executed, executed
 from megatron_stare.planning.machine import H100
 from megatron_stare.recipes import CLUSTERS, find_recipe
 from tests.paths import ROOT

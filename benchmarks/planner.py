@@ -6,8 +6,8 @@ on tiny models under several layouts, on this CPU.
 
 One update of the real Actor runs in real gloo ranks. Every tensor that is saved for the backward
 pass is counted from when it is saved to when it is freed, each storage once and without the model's
-own parameters; the peak over the schedule is compared with planning/activations.py, and the bytes
-of the optimizer's moments and fp32 copies with planning/memory.py. Ratios are planned / measured.
+own parameters. The peak over the schedule, and the bytes of the optimizer's moments and fp32
+copies, are compared with planning/memory.py. Ratios are planned / measured.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_stare.config import Config, LossConfig, PolicyConfig, override
 from megatron_stare.losses import find_objective
-from megatron_stare.planning.activations import stage_bytes
-from megatron_stare.planning.memory import optimizer_bytes
+from megatron_stare.planning.memory import optimizer_bytes, stage_bytes
 from megatron_stare.planning.ranks import sizes, stage_counts
 from megatron_stare.planning.shapes import model_shape
 from megatron_stare.policy import topology as topologies

@@ -70,8 +70,8 @@ LAYERS: dict[str, list[set[str]]] = {
     "planning": [
         {"__init__", "machine", "shapes"},
         {"ranks"},
-        {"activations"},
-        {"memory", "work"},
+        {"memory"},
+        {"work"},
         {"serving"},
         {"plan"},
         {"suggest", "tables", "calibration"},

@@ -2,10 +2,11 @@
 others, and next to those of a rank of each recipe on the null device, a GPU that computes nothing
 (benchmarks/null_ranks.py measures them).
 
-Published figures are facts only, each with its source. `before` is what the planner said at commit f163397, with ceilings
-alone. GRPO cases are NeMo-RL's: vLLM and Megatron, 2,048 or 512 sequences in optimizer steps of
-512, a policy and a reference pass (KL penalty 0.01); layouts and memory shares are those of its
-tables and recipes. Where a later release publishes another time of the same case, it is a row too.
+Published figures are facts only, each with its source. `before` is what the planner said at commit
+f163397, with ceilings alone. GRPO cases are NeMo-RL's: vLLM and Megatron, 2,048 or 512 sequences in
+optimizer steps of 512, a policy and a reference pass (KL penalty 0.01); layouts and memory shares
+are those of its tables and recipes. Where a later release publishes another time of the same case,
+it is a row too.
 machine.py marks the fitted figures with (c); `fit` names the rows that they were fitted to.
 """
 

@@ -4,6 +4,37 @@ Per parameter [bytes]: e of the weight, and where it trains 4 of the fp32 gradie
 optimizer 8 for Adam's moments and 4 for the fp32 copy of a half-precision weight; the distributed
 optimizer divides them over the ranks that hold the same parameters (arXiv 1910.02054, section 5;
 Megatron-Core). With adapters only their parameters train.
+
+Activations are the bytes that autograd keeps from a forward pass to its backward, per token. After
+Korthikanti et al. (arXiv 2205.05198, section 4), for the layers of this project: RMSNorm, attention
+that keeps a log-sum-exp instead of scores, a gated MLP that no kernel fuses. H hidden width, Q and
+K widths of queries and of keys, A heads, D head width, F width of the MLP, e bytes of an element, t
+tensor-parallel size, s = t under sequence parallelism and else 1:
+
+    norms       2 (6 H + 4) / s   e = 2: fp32 copy, normalised copy, 1 / rms
+                2 (8 H + 4) / s   e = 4
+                2 (e H + 4) / s   TransformerEngine's
+    inputs      2 e H / s         of the products after them
+    attention   (e (2 Q + 2 K) + 4 A) / t       q, k, v, out, log-sum-exp
+                + e (Q + K) / t   TransformerEngine's value keeps the fused projection alive,
+                                  which with q, k norms is their input
+    gate        (4 Q + e Q) / t   its sigmoid in fp32 and the product (Qwen3.5)
+    delta net   see `_delta_net`  in place of attention
+    rotation    4 e D             cosines and sines of queries and keys; 0 in a fused kernel
+    q, k norms  each as a norm of its width, divided by t (Qwen3)
+    MLP         5 e F / t         both halves, silu, its operand, the product
+                3 e F / t         both halves and the product, where one kernel is both (a GPU's)
+    experts     see `_experts`, and of shared ones as of an MLP
+
+Full recomputation keeps e H / s per layer, plus the bytes of one layer at a time. Selective
+recomputation keeps only the inputs of its modules, plus the contents of one module at a time:
+    layernorm   the norm before experts with e H / s alone; those that TransformerEngine runs inside
+                a product stay
+    mlp, moe    without MLP or experts, and without the norm where it is a part of them
+    moe_act     without the products of the experts
+    core_attn   without the log-sum-exp; values, now read later, keep the fused projection alive
+Measured against the real model: benchmarks/planner.py without TransformerEngine, and with it
+docs/null_ranks.json, ranks of the recipes on a device that computes nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +43,13 @@ from dataclasses import dataclass
 
 from megatron_stare.config import Config, PolicyConfig
 from megatron_stare.losses import find_objective
-from megatron_stare.planning.activations import ELEMENT, stage_bytes
 from megatron_stare.planning.machine import Machine
 from megatron_stare.planning.ranks import RankCounts, Sizes, trained_counts
-from megatron_stare.policy.huggingface.shape import Shape
-from megatron_stare.policy.tuning import workspace_bytes
+from megatron_stare.policy.cpu_layers.delta_rule import CHUNK
+from megatron_stare.policy.huggingface.shape import DeltaShape, Shape
+from megatron_stare.policy.tuning import recompute_modules, workspace_bytes
 
+ELEMENT = {"fp32": 4, "bf16": 2}  # bytes of a number
 # Bytes of a logit that a loss reads, at the peak of its backward pass: 2 in bf16 and 4 in fp32, as
 # many of their gradients, and two parts of the fp32 gradient. Counted for exact distillation
 # (tests/policy/test_head_gpu.py); an objective that makes further copies takes more.
@@ -199,3 +231,164 @@ def cache_bytes_per_token(shape: Shape, config: Config) -> float:
 def state_bytes(shape: Shape, config: Config) -> float:
     """States of the gated delta nets of one sequence on one GPU of a server."""
     return shape.delta.state_bytes / config.sglang.gpus_per_server
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Bytes that one layer keeps on one rank, per token held there."""
+
+    dense: float  # of a layer with an MLP
+    sparse: float  # of a layer with experts
+    dense_again: float  # recomputed by the backward pass of a layer with an MLP
+    sparse_again: float  # the same for a layer with experts
+    delta: float  # of a gated delta net, less those of the attention in its place
+    boundary: float  # the layer's input, from which full recomputation starts
+
+
+def layer_bytes(
+    shape: Shape, policy: PolicyConfig, sizes: Sizes, transformer_engine: bool
+) -> Layer:
+    """The formulas above, for one layer."""
+    size, tensor = ELEMENT[policy.dtype], sizes.tensor
+    share = tensor if policy.sequence_parallel else 1
+    again = recomputed(policy)
+    fused = transformer_engine and policy.tuning.bias_activation_fusion is not False
+    boundary = size * shape.hidden / share
+    norm = _norm(shape.hidden, 1, size, transformer_engine) / share + boundary
+    of_width = (3 if fused else 5) * size / tensor
+    mlp = of_width * shape.intermediate
+    experts, products = _experts(shape, policy, sizes, size, fused)
+    experts += of_width * shape.shared_width
+    apart = boundary if "layernorm" in again else norm  # the norm before experts
+    dense, dense_again = norm + mlp, 0.0
+    sparse, sparse_again = apart + experts, 0.0
+    if "mlp" in again:
+        dense, dense_again = norm, mlp
+        if transformer_engine:  # its norm is inside
+            dense, dense_again = boundary, norm + mlp
+    if "moe" in again:
+        sparse, sparse_again = apart, experts
+    elif "moe_act" in again:
+        sparse, sparse_again = sparse - products, products
+    core = _attention(shape, sizes, size, transformer_engine, "core_attn" in again)
+    kernels = transformer_engine and not policy.deterministic
+    delta = _delta_net(shape.delta, sizes, size, kernels) - core if shape.delta.layers else 0.0
+    attention = norm + core
+    return Layer(
+        dense=attention + dense,
+        sparse=attention + sparse,
+        dense_again=dense_again,
+        sparse_again=sparse_again,
+        delta=delta,
+        boundary=boundary,
+    )
+
+
+def recomputed(policy: PolicyConfig) -> frozenset[str]:
+    """The modules that every layer computes again."""
+    if policy.recompute_granularity != "selective":
+        return frozenset()
+    return frozenset(recompute_modules(policy))
+
+
+def _attention(
+    shape: Shape, sizes: Sizes, size: int, transformer_engine: bool, again: bool
+) -> float:
+    """Bytes of attention per token, without the norm before it."""
+    tensor = sizes.tensor
+    query, key = shape.query / tensor, shape.key / tensor
+    heads, key_heads = shape.heads / tensor, shape.key_heads / tensor
+    kept = size * (2 * query + 2 * key) + (0 if again else 4 * heads)
+    kept += 0 if transformer_engine else size * 4 * shape.head_width
+    kept += 2 * size * shape.latent  # before and after its norm
+    kept += (4 + size) * query * shape.gated
+    if shape.normalised_queries:
+        kept += _norm(query, heads, size, transformer_engine)
+        kept += _norm(key, key_heads, size, transformer_engine)
+    if transformer_engine and shape.normalised_queries:
+        return kept  # the fused projection is the input of these norms
+    if again or transformer_engine or (shape.normalised_queries and size == 4):
+        kept += size * (query + key)  # a view keeps the fused projection alive
+    return kept
+
+
+def _delta_net(delta: DeltaShape, sizes: Sizes, size: int, kernels: bool) -> float:
+    """Bytes of a gated delta net per token, without the norm before it. Z channels of the
+    convolution, Y = N P values of N heads, X keys of all heads, K keys of a head, C a chunk:
+
+        projection    e (Z + Y + 2 N)      its output, of which the others are views
+        convolution   e Z                  a copy of its input; ours (e 4 Z: each tap, the sum)
+        l2 norm       2 e X                ours 8 X: in fp32
+        delta rule    e (2 N K + Y + C N)  ours 4 N (10 K + 3 P + 6 C + K P / C)
+        output        its norm, e Y its result, the gate and its silu in fp32, and e Y the product
+        decay, beta   about 20 N
+
+    `kernels`: of flash-linear-attention, as their source saves tensors for the backward pass.
+    """
+    heads, values, wide = delta.heads, delta.values, delta.heads * delta.key
+    kept = float(size * (delta.channels + values + 2 * heads) + 20 * heads)
+    kept += _norm(values, heads, size, False) + 2 * size * values
+    kept += (8 if size == 2 else 4) * values
+    if kernels:
+        kept += size * (delta.channels + 2 * delta.keys)
+        kept += size * (2 * wide + values + CHUNK * heads)
+    else:
+        kept += size * 4 * delta.channels + 8 * delta.keys
+        each = 10 * delta.key + 3 * delta.value + 6 * CHUNK + delta.key * delta.value / CHUNK
+        kept += 4 * heads * each
+    return kept / sizes.tensor
+
+
+def _norm(width: float, rows: float, size: int, transformer_engine: bool) -> float:
+    """Bytes of one RMSNorm over `rows` rows with `width` elements in total."""
+    kept = size if transformer_engine else (4 + size if size == 2 else 2 * size)
+    return kept * width + 4 * rows
+
+
+def _experts(
+    shape: Shape, policy: PolicyConfig, sizes: Sizes, size: int, fused: bool
+) -> tuple[float, float]:
+    """Of E routed experts of width F', k of them to a token, in even shares: k e (H + 6 F') for
+    inputs, both halves, silu, its operand, the product before and after the router's weight (with
+    one kernel for all of that H + 3 F'), and 8 E + 28 k for the router's choice; and of these the
+    products alone.
+
+    Under sequence parallelism a tensor rank routes its own tokens alone; an expert that is split
+    sees the tokens of all ranks that split it.
+    """
+    if not shape.experts:
+        return 0.0, 0.0
+    held = sizes.tensor if policy.sequence_parallel else 1
+    chosen, split = shape.experts_per_token, sizes.expert_tensor
+    widths = 3 if fused else 6
+    routed = chosen * size * (shape.hidden * split + widths * shape.expert_width)
+    products = chosen * size * shape.expert_width / held
+    return (routed + 8 * shape.experts + 28 * chosen) / held, products
+
+
+def stage_bytes(
+    counts: RankCounts,
+    shape: Shape,
+    policy: PolicyConfig,
+    sizes: Sizes,
+    *,
+    transformer_engine: bool,
+) -> float:
+    """The most that a rank keeps at a time, with micro-batches of policy.max_tokens_per_gpu tokens
+    on it: context parallelism is in that already.
+    """
+    layer = layer_bytes(shape, policy, sizes, transformer_engine)
+    whole = counts.dense_layers * layer.dense + counts.sparse_layers * layer.sparse
+    whole += counts.delta_layers * layer.delta
+    size = ELEMENT[policy.dtype]
+    share = sizes.tensor if policy.sequence_parallel else 1
+    last = _norm(shape.hidden, 1, size, transformer_engine) / share if counts.is_last else 0.0
+    ids = 8.0 if counts.is_first else 0.0
+    # of the layer that is computed again; the last norm's are gone by then
+    dense, sparse = layer.dense_again, layer.sparse_again
+    if policy.recompute_granularity == "full":
+        whole = counts.layers * layer.boundary
+        more = max(layer.delta, 0.0) if counts.delta_layers else 0.0
+        dense, sparse = layer.dense + more, layer.sparse + more
+    again = max(sparse if counts.sparse_layers else 0.0, dense if counts.dense_layers else 0.0)
+    return policy.max_tokens_per_gpu * (whole * counts.in_flight + max(again, last) + ids)

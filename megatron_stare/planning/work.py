@@ -25,8 +25,8 @@ import math
 from dataclasses import dataclass
 
 from megatron_stare.config import Config, PolicyConfig
-from megatron_stare.planning.activations import ELEMENT, recomputed
 from megatron_stare.planning.machine import Machine
+from megatron_stare.planning.memory import ELEMENT, recomputed
 from megatron_stare.planning.ranks import RankCounts, Sizes, adapter_work, trained_counts
 from megatron_stare.policy.huggingface.shape import Shape
 

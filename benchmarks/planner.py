@@ -34,8 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from megatron_stare.config import Config, LossConfig, PolicyConfig, override
 from megatron_stare.losses import find_objective
 from megatron_stare.planning.memory import optimizer_bytes, stage_bytes
-from megatron_stare.planning.ranks import sizes, stage_counts
-from megatron_stare.planning.shapes import model_shape
+from megatron_stare.planning.shapes import model_shape, sizes, stage_counts
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.huggingface.shape import shape_of

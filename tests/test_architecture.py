@@ -69,12 +69,11 @@ LAYERS: dict[str, list[set[str]]] = {
     ],
     "planning": [
         {"__init__", "machine", "shapes"},
-        {"ranks"},
         {"memory"},
         {"work"},
         {"serving"},
         {"plan"},
-        {"suggest", "tables", "calibration"},
+        {"tables", "calibration"},
         {"pages"},
     ],
     "compare": [{"__init__", "worlds"}, {"compare"}],

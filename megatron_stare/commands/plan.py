@@ -10,9 +10,8 @@ import os
 from megatron_stare.config import Config, UserError
 from megatron_stare.config.rollout import MEMORY_SHARE, SHARE_VARIABLE
 from megatron_stare.planning.machine import H100, read_machine
-from megatron_stare.planning.plan import make_plan
+from megatron_stare.planning.plan import changes, make_plan, placements, suggest
 from megatron_stare.planning.serving import static_share
-from megatron_stare.planning.suggest import changes, placements, suggest
 from megatron_stare.planning.tables import (
     BASIS,
     SUMMARY_HEADER,

@@ -23,9 +23,8 @@ from megatron_stare.config import Config, override
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.memory import cache_bytes_per_token, model_bytes
 from megatron_stare.planning.plan import GIB, make_plan
-from megatron_stare.planning.ranks import sizes, stage_counts
 from megatron_stare.planning.serving import decoding_seconds, sync_seconds
-from megatron_stare.planning.shapes import model_shape
+from megatron_stare.planning.shapes import model_shape, sizes, stage_counts
 from megatron_stare.planning.work import Tokens, training
 from megatron_stare.policy.huggingface.shape import shape_of
 from megatron_stare.recipes import CLUSTERS, Cluster, find_recipe

@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from megatron_stare.config import Config, PolicyConfig
 from megatron_stare.losses import find_objective
 from megatron_stare.planning.machine import Machine
-from megatron_stare.planning.ranks import RankCounts, Sizes, trained_counts
+from megatron_stare.planning.shapes import RankCounts, Sizes, trained_counts
 from megatron_stare.policy.cpu_layers.delta_rule import CHUNK
 from megatron_stare.policy.huggingface.shape import DeltaShape, Shape
 from megatron_stare.policy.tuning import recompute_modules, workspace_bytes

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from megatron_stare.config import Config, PolicyConfig
 from megatron_stare.planning.machine import Machine
 from megatron_stare.planning.memory import ELEMENT, recomputed
-from megatron_stare.planning.ranks import RankCounts, Sizes, adapter_work, trained_counts
+from megatron_stare.planning.shapes import RankCounts, Sizes, adapter_work, trained_counts
 from megatron_stare.policy.huggingface.shape import Shape
 
 FILLED = 0.9  # fraction of a micro-batch's budget that packing fills with short sequences

@@ -7,7 +7,7 @@ import pytest
 from megatron_stare.config import PolicyConfig
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.memory import head_bytes
-from megatron_stare.planning.ranks import sizes
+from megatron_stare.planning.shapes import sizes
 from megatron_stare.policy.huggingface.shape import shape_of
 from tests.tiny_models import tiny_config
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.planner import LAYOUTS, measure
 from megatron_stare.config import PolicyConfig
 from megatron_stare.planning.memory import layer_bytes
-from megatron_stare.planning.ranks import sizes
+from megatron_stare.planning.shapes import sizes
 from megatron_stare.policy.huggingface.shape import shape_of
 from tests.policy.huggingface.test_families import published
 

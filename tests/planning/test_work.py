@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stare.config import Config, PolicyConfig, override
 from megatron_stare.planning.machine import H100
-from megatron_stare.planning.ranks import Sizes, sizes, stage_counts
+from megatron_stare.planning.shapes import Sizes, sizes, stage_counts
 from megatron_stare.planning.work import Tokens, Training, training
 from megatron_stare.policy.huggingface.shape import forward_operations, shape_of
 from tests.tiny_models import tiny_config

@@ -11,7 +11,7 @@ import pytest
 from megatron_stare.config import Config, override
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.memory import rank_memory
-from megatron_stare.planning.ranks import sizes, stage_counts, trained_counts
+from megatron_stare.planning.shapes import sizes, stage_counts, trained_counts
 from megatron_stare.planning.work import Tokens, training
 from megatron_stare.policy.huggingface.shape import shape_of
 from tests.distributed import run_distributed

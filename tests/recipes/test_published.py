@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_stare.config import Config, OptimizerConfig, differences
-from megatron_stare.planning.plan import make_plan
+from megatron_stare.planning.plan import make_plan, placements
 from megatron_stare.planning.shapes import model_shape
-from megatron_stare.planning.suggest import placements
 from megatron_stare.recipes import CLUSTERS, RECIPES, cluster_of, find_recipe
 
 # The paper's weights W and M by the size of the model.

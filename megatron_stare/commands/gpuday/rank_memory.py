@@ -28,8 +28,7 @@ from megatron_stare.losses import find_objective
 from megatron_stare.numerics.selection import Across
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.plan import GIB, RunPlan, make_plan
-from megatron_stare.planning.ranks import stage_counts
-from megatron_stare.planning.shapes import model_shape
+from megatron_stare.planning.shapes import model_shape, stage_counts
 from megatron_stare.planning.work import Tokens, largest_share, training
 from megatron_stare.policy import model
 from megatron_stare.policy import topology as topologies

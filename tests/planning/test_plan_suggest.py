@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_stare.config import UserError, override
-from megatron_stare.planning.plan import make_plan
-from megatron_stare.planning.suggest import changes, suggest
+from megatron_stare.planning.plan import changes, make_plan, suggest
 from megatron_stare.recipes import CLUSTERS, Cluster, find_recipe
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megatron_stare.config import PolicyConfig, UserError
-from megatron_stare.planning.ranks import sizes, stage_counts
-from megatron_stare.planning.shapes import MODELS, model_shape
+from megatron_stare.planning.shapes import MODELS, model_shape, sizes, stage_counts
 from megatron_stare.policy import build
 from megatron_stare.policy.huggingface.families import sparse_layers
 from megatron_stare.policy.topology import imagined

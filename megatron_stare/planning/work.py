@@ -205,17 +205,19 @@ def group_bytes(
     held = tokens.total / (sizes.data * sizes.context)  # of one tensor group
     local = held / (sizes.tensor if policy.sequence_parallel else 1)
     layers = max(one.layers for one in counts)
-    deltas = max(one.delta_layers for one in counts)
     heaviest = _heaviest(config, counts, sizes)
     extra = 0.5 * updates if policy.sequence_parallel else 0.0
     each = 4 * size * shape.hidden * held * layers
     reduced = 4 + size if policy.use_distributed_optimizer else 8
-    exchanged = shape.delta.channels + 2 * shape.delta.values
+    exchanged = (shape.delta.channels + 2 * shape.delta.values) / sizes.context
+    in_context = max(
+        2 * shape.key * (one.layers - one.delta_layers) + exchanged * one.delta_layers
+        for one in counts
+    )
     sent = {
         "tensor": each * (passes + extra + repeated.tensor * updates) * _others(sizes.tensor),
         "context": size * held / sizes.tensor * (sizes.context - 1)
-        * (2 * shape.key * (layers - deltas) + deltas * exchanged / sizes.context)
-        * (passes + updates * (1 + repeated.attention)),
+        * in_context * (passes + updates * (1 + repeated.attention)),
         "pipeline": size * shape.hidden * local * passes if sizes.pipeline > 1 else 0.0,
         "data": steps * heaviest.dense_parameters * reduced * _others(sizes.replicas),
     }  # fmt: skip

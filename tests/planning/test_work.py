@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -10,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from megatron_stare.config import Config, PolicyConfig, override
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.shapes import Sizes, sizes, stage_counts
-from megatron_stare.planning.work import Tokens, Training, training
+from megatron_stare.planning.work import Tokens, Training, group_bytes, training
 from megatron_stare.policy.huggingface.shape import forward_operations, shape_of
 from tests.tiny_models import tiny_config
 
@@ -62,6 +64,22 @@ def test_bytes_over_groups() -> None:
     pipeline, group = work("qwen2", 2, tokens, "policy.pipeline_model_parallel_size=2")
     assert pipeline.group_bytes == {"pipeline": 3 * 400 * hidden * 4}
     assert group.data == 1 and pipeline.bubble_seconds == pytest.approx(pipeline.compute_seconds)
+
+
+def test_context_bytes_are_those_of_the_stage_that_sends_most() -> None:
+    """By hand, for a stage of four layers with attention and one of two gated delta nets."""
+    hf, tokens = tiny_config("qwen3_5_text"), Tokens(sequences=4, prompt=10.0, response=90.0)
+    words = ["policy.context_parallel_size=2", "policy.pipeline_model_parallel_size=2"]
+    config, shape = override(Config(), words), shape_of(hf)
+    stages = [
+        dataclasses.replace(one, dense_layers=layers, delta_layers=deltas)
+        for one, (layers, deltas) in zip(
+            stage_counts(hf, config.policy, 4), ((4, 0), (2, 2)), strict=True
+        )
+    ]
+    sent = group_bytes(config, shape, tuple(stages), sizes(config.policy, 4), tokens)
+    of_token = max(4 * 2 * shape.key, 2 * (shape.delta.channels + 2 * shape.delta.values) / 2)
+    assert sent["context"] == 4 * 200 * of_token * 4
 
 
 def test_recomputation_costs_a_pass_that_the_model_does_not_need() -> None:

@@ -24,8 +24,7 @@ from megatron_stare.config import (
     UserError,
     override,
 )
-from megatron_stare.data.conversations import tokenize_conversation
-from megatron_stare.data.prompts import chat_messages
+from megatron_stare.data.prompts import chat_messages, tokenize_conversation
 from megatron_stare.data.rows import BadRow
 from megatron_stare.data.sources import parts, raw_rows
 from megatron_stare.loop.interrupt import Interrupt
@@ -89,7 +88,7 @@ def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target:
     """Train on cold_start.data from policy.hf_checkpoint and write the result to `target`.
     A target that exists is complete: nothing is done.
 
-    Cross-entropy on the assistant's tokens (data/conversations.py) or the response's, token-mean,
+    Cross-entropy on the assistant's tokens (data/prompts.py) or the response's, token-mean,
     AdamW with cosine decay to min_lr_ratio. False: a signal ended it early, and the next run starts
     it from the beginning.
     """

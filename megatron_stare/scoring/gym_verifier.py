@@ -1,4 +1,4 @@
-"""The verifier of rows of reasoning-gym (data/reasoning_gym.py)."""
+"""The verifier of rows of reasoning-gym (data/sources.py)."""
 
 from __future__ import annotations
 

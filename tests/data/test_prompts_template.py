@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stare.compare.worlds.calculator import tool_tokenizer
 from megatron_stare.compare.worlds.files import write_checkpoint
 from megatron_stare.config import Config, DataConfig, UserError, override
-from megatron_stare.data.conversations import tokenize_conversation
-from megatron_stare.data.prompts import load_prompts
+from megatron_stare.data.prompts import load_prompts, tokenize_conversation
 from megatron_stare.loop.parts import with_tools
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
 from megatron_stare.rollout.tools.engine import ToolEngine

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from megatron_stare.compare.worlds import calculator as world
-from megatron_stare.data.conversations import tokenize_conversation
+from megatron_stare.data.prompts import tokenize_conversation
 from megatron_stare.data.rows import BadRow
 from megatron_stare.rollout.tools.builtin import evaluate, show
 from megatron_stare.rollout.tools.engine import ToolMessages

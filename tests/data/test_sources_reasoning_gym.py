@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from megatron_stare.config import DataConfig, UserError
-from megatron_stare.data.reasoning_gym import PREFIX, gym_rows
 from megatron_stare.data.rows import Dropped, read_rows
+from megatron_stare.data.sources import PREFIX, gym_rows
 from megatron_stare.recipes import smollm2
 from megatron_stare.scoring.gym_verifier import reasoning_gym
 from megatron_stare.scoring.judge import REWARDS

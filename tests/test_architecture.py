@@ -49,7 +49,7 @@ LAYERS: dict[str, list[set[str]]] = {
     ],
     "scoring": [
         {"__init__", "verdict", "advantages", "mirror_grid", "programs"},
-        {"signatures", "llm_judge"},
+        {"llm_judge"},
         {"mathematics", "reward_model"},
         {"gym_verifier", "verifier_pool", "verifiers"},
         {"judge"},

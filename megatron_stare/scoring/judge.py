@@ -2,7 +2,7 @@
 
 REWARDS has an entry for every built-in verifier: the function that judges, its settings, and the
 process that runs it. Any other name is a dotted path to a user's function in one of the forms of
-signatures.py. It runs in processes under scoring.function_timeout or, marked with
+verdict.py. It runs in processes under scoring.function_timeout or, marked with
 `verdict.in_worker`, under the limits of the built-in verifiers.
 """
 
@@ -28,10 +28,12 @@ from megatron_stare.config import (
 )
 from megatron_stare.records import Prompt, Rollout, RolloutMeta
 from megatron_stare.scoring.reward_model import RemoteRewardModel
-from megatron_stare.scoring.signatures import EXPECTED, Called, adapted
 from megatron_stare.scoring.verdict import (
+    EXPECTED,
+    Called,
     Sample,
     Verdict,
+    adapted,
     as_verdict,
     groups_of,
     printable,

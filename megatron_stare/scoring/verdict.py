@@ -1,13 +1,29 @@
-"""The interface of verifiers: plain functions (response, label, metadata) -> Verdict.
+"""The interface of verifiers: samples, verdicts, and reward functions as people write them, which
+are recognised by the names of their parameters.
 
-Verifier processes import this file, so it uses the standard library only.
+    of one response:
+    ours    f(response, label, metadata, prompt)                  -> number or Verdict
+    verl    f(data_source, solution_str, ground_truth, extra_info)  -> number or {"score": number}
+    slime   f(args, sample, **kwargs)                             -> number or {"score": number}
+
+    of a group, all responses to a prompt, -> a list with one of these for each response:
+    ours    f(responses, label, metadata, prompt)
+    verl    f(data_sources, solution_strs, ground_truths, extra_infos)
+    TRL     f(completions, prompts, <columns>, **kwargs)
+    slime   f(args, samples, **kwargs)
+
+A function takes as many of these as it likes, in any order, and may be async. Verifier processes
+import this file, so it uses the standard library only.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Literal
 
 VerdictKind = Literal["correct", "wrong", "unverifiable"]
@@ -116,3 +132,185 @@ def in_worker(function: Verifier) -> Verifier:
     """
     function.in_worker = True  # type: ignore[attr-defined]
     return function
+
+
+EXPECTED = (
+    "write f(response, label, metadata) or, of all responses to a prompt, f(responses, label, "
+    "metadata), or use the names of verl (data_source, solution_str, ground_truth, extra_info), "
+    "TRL (completions, **kwargs) or slime (args, sample)"
+)
+# Columns under which data sets for TRL keep what is a label here.
+_LABELS = ("label", "ground_truth", "answer", "solution", "target")
+# Of TRL's own keywords: what only its trainer has.
+_OF_TRAINERS = {"completion_ids", "trainer_state", "log_extra", "log_metric"}
+
+
+class _Arguments:
+    """slime's `args`, of which nothing exists here."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"args.{name} is a setting of slime; read it from sample.metadata")
+
+
+@dataclass(frozen=True)
+class Called:
+    """A reward function as one of samples. `grouped`: it is called with a whole group."""
+
+    call: Callable[[list[Any]], Any]
+    grouped: bool
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Any]:
+        """One result per sample. `samples`: a group, or a single sample for a function of one
+        response. ValueError: a function of groups returned another number of results.
+        """
+        # slime's functions may set the reward of their sample
+        given = [SimpleNamespace(**vars(sample), reward=None) for sample in samples]
+        result = self.call(given)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
+        if not self.grouped:
+            return [_plain(result)]
+        if not hasattr(result, "__len__") or len(result) != len(samples):
+            found = len(result) if hasattr(result, "__len__") else type(result).__name__
+            raise ValueError(f"it returned {found} for {len(samples)} responses; return a list")
+        return [_plain(one) for one in result]
+
+
+def adapted(function: Callable[..., Any]) -> Called:
+    """The function as one of samples. ValueError: its parameters are of no form above; the message
+    names the expected ones.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise ValueError(f"its parameters cannot be read; {EXPECTED}") from None
+    by_name = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    required = {name for name, p in by_name.items() if p.default is inspect.Parameter.empty}
+    required |= {n for n, p in parameters.items() if p.kind is p.POSITIONAL_ONLY}
+    further = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "completions" in by_name:
+        unknown = required & _OF_TRAINERS
+        called = Called(_Trl(function, by_name, further), grouped=True)
+    else:
+        found = next((form for form in _FORMS if form.main in _bare(by_name)), None)
+        if found is None:
+            raise ValueError(f"it has the parameters ({', '.join(parameters)}); {EXPECTED}")
+        unknown = {name for name in required if name.lstrip("_") not in found.values}
+        called = Called(found.of(function, by_name), found.grouped)
+    if unknown:
+        raise ValueError(f"nothing gives its parameter {', '.join(sorted(unknown))}; {EXPECTED}")
+    return called
+
+
+def _bare(names: Mapping[str, Any]) -> dict[str, str]:
+    """Names without the underscore of an unused parameter -> the names themselves."""
+    return {name.lstrip("_"): name for name in names}
+
+
+@dataclass(frozen=True)
+class _Form:
+    """One way to write a function: `values`, of the samples, by the names of its parameters, and
+    the name which is always there.
+    """
+
+    main: str
+    values: dict[str, Callable[[list[Any]], Any]]
+    grouped: bool = False
+
+    def of(
+        self, function: Callable[..., Any], names: Mapping[str, Any]
+    ) -> Callable[[list[Any]], Any]:
+        taken = {
+            name: self.values[bare] for bare, name in _bare(names).items() if bare in self.values
+        }
+        return lambda samples: function(**{n: value(samples) for n, value in taken.items()})
+
+
+def _first(value: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
+    return lambda samples: value(samples[0])
+
+
+def _listed(value: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
+    return lambda samples: [value(sample) for sample in samples]
+
+
+_SHARED = {
+    "label": _first(lambda sample: sample.label),
+    "metadata": _first(lambda sample: sample.metadata),
+    "prompt": _first(lambda sample: sample.prompt),
+}
+_RESPONSE: Callable[[Any], Any] = lambda sample: sample.response  # noqa: E731
+_VERL: dict[str, Callable[[Any], Any]] = {
+    "data_source": lambda sample: sample.metadata.get("data_source", ""),
+    "solution_str": _RESPONSE,
+    "ground_truth": lambda sample: sample.label,
+    "extra_info": lambda sample: sample.metadata,
+}
+_ARGS = {"args": lambda samples: _Arguments()}
+_FORMS = (
+    _Form("response", {"response": _first(_RESPONSE)} | _SHARED),
+    _Form("responses", {"responses": _listed(_RESPONSE)} | _SHARED, grouped=True),
+    _Form("solution_str", {name: _first(value) for name, value in _VERL.items()}),
+    _Form("solution_strs", {f"{n}s": _listed(value) for n, value in _VERL.items()}, grouped=True),
+    _Form("sample", _ARGS | {"sample": lambda samples: samples[0]}),
+    _Form("samples", _ARGS | {"samples": lambda samples: samples}, grouped=True),
+)
+
+
+class _Trl:
+    """A function of lists. Columns are the metadata's keys, and the label under the usual names
+    that the metadata does not have.
+
+    TRL passes texts or, of conversations, lists of messages. A function that cannot take the text
+    (TypeError) is given the messages from then on.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], names: Mapping[str, Any], further: bool
+    ) -> None:
+        self.function, self.names, self.further = function, names, further
+        self.messages = False
+
+    def __call__(self, samples: list[Any]) -> Any:
+        columns = dict.fromkeys(_LABELS, samples[0].label) | samples[0].metadata
+        given = {name: [value] * len(samples) for name, value in columns.items()}
+        given["prompts"] = [sample.prompt for sample in samples]
+        given = {name: column for name, column in given.items() if self._takes(name)}
+        texts = [sample.response for sample in samples]
+        if self.messages:
+            return self._messages(given, texts)
+        try:
+            return self.function(completions=texts, **given)
+        except TypeError as error:
+            try:
+                found = self._messages(given, texts)
+            except Exception:
+                raise error from None
+            self.messages = True
+            return found
+
+    def _messages(self, given: dict[str, Any], texts: list[str]) -> Any:
+        messages = [[{"role": "assistant", "content": text}] for text in texts]
+        return self.function(completions=messages, **given)
+
+    def _takes(self, name: str) -> bool:
+        return name in self.names or (self.further and name.isidentifier())
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _plain(result: Any) -> Any:
+    """One response's reward, out of a list of one and out of verl's dictionary."""
+    if isinstance(result, list | tuple) and len(result) == 1:
+        result = result[0]
+    if isinstance(result, dict) and "score" in result:
+        result = result["score"]
+    if result is None:
+        return unverifiable("the reward function returned None for this response")
+    return result

@@ -42,10 +42,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.scoring.signatures import Called, adapted
 from megatron_stare.scoring.verdict import (
+    Called,
     Sample,
     Verdict,
+    adapted,
     announce_with,
     as_verdict,
     groups_of,

@@ -13,8 +13,7 @@ import pytest
 from megatron_stare.config import Config, ScoringConfig, override
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.scoring.judge import Judge, LocalVerifier, build_backends
-from megatron_stare.scoring.signatures import adapted
-from megatron_stare.scoring.verdict import Sample, Verdict
+from megatron_stare.scoring.verdict import Sample, Verdict, adapted
 from tests.paths import ROOT
 from tests.scoring.verifier_cases import longest
 

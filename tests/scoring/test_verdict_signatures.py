@@ -13,8 +13,7 @@ import pytest
 
 from megatron_stare.config import ScoringConfig, UserError
 from megatron_stare.scoring.judge import LocalVerifier, build_backends
-from megatron_stare.scoring.signatures import adapted
-from megatron_stare.scoring.verdict import Sample, Verdict, judged
+from megatron_stare.scoring.verdict import Sample, Verdict, adapted, judged
 
 RIGHT = Sample("so 7", "7", {"data_source": "gsm8k", "level": 3}, "What is 3 + 4?")
 WRONG = Sample("so 8", "7", {"data_source": "gsm8k", "level": 3}, "What is 3 + 4?")

@@ -49,9 +49,8 @@ LAYERS: dict[str, list[set[str]]] = {
     ],
     "scoring": [
         {"__init__", "verdict", "advantages", "mirror_grid", "programs"},
-        {"llm_judge"},
-        {"mathematics", "reward_model"},
-        {"gym_verifier", "verifier_pool", "verifiers"},
+        {"llm_judge", "reward_model", "verifier_pool", "verifiers"},
+        {"gym_verifier", "mathematics"},
         {"judge"},
     ],
     "loop": [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from megatron_stare.scoring.mathematics.extraction import extract
 from megatron_stare.scoring.verdict import Verdict, unverifiable
+from megatron_stare.scoring.verifiers import extract
 
 
 def reasoning_gym(

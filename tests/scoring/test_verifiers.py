@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 
 from megatron_stare.config.run import settings as config_settings
 from megatron_stare.scoring.judge import soft_overlong_penalty
-from megatron_stare.scoring.mathematics.extraction import extract
 from megatron_stare.scoring.verdict import as_verdict
-from megatron_stare.scoring.verifiers import SCRIPTS, language, multiple_choice, response_format
+from megatron_stare.scoring.verifiers import (
+    SCRIPTS,
+    extract,
+    language,
+    multiple_choice,
+    response_format,
+)
 
 TEXT = "\\boxed{1} then <answer> 2 </answer>\nAnswer: 3\nand \\boxed{\\frac{4}{5}} is it"
 

@@ -31,9 +31,9 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from math_verify.grader import should_treat_as_complex
 
 from megatron_stare.scoring.mathematics import evaluated, forms, relations
-from megatron_stare.scoring.mathematics.extraction import extract, last_boxed
 from megatron_stare.scoring.mathematics.numbers import plain_number, same_number, spelled_out
 from megatron_stare.scoring.verdict import Verdict, judged, provisionally, unverifiable
+from megatron_stare.scoring.verifiers import extract, last_boxed
 
 # A longer answer is not read as mathematics, unless its label is of that size as well.
 MAX_CHARACTERS = 2000

@@ -12,8 +12,8 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_stare.scoring.mathematics.extraction import closing_brace
 from megatron_stare.scoring.mathematics.numbers import THOUSANDS, plain_number
+from megatron_stare.scoring.verifiers import closing_brace
 
 _UNICODE = {
     "\u2212": "-", "\u2013": "-", "\u2014": "-", "\u00d7": "\\times ", "\u22c5": "\\cdot ",

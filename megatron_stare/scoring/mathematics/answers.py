@@ -32,8 +32,19 @@ from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy,
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from math_verify.grader import should_treat_as_complex
 
-from megatron_stare.scoring.mathematics import forms, relations
-from megatron_stare.scoring.mathematics.numbers import plain_number, same_number, spelled_out
+from megatron_stare.scoring.mathematics import forms
+from megatron_stare.scoring.mathematics.values import (
+    as_interval,
+    chain,
+    choice_and_value,
+    choice_letter,
+    exact_and_rounded,
+    has_further_choice,
+    plain_number,
+    same_number,
+    spelled_out,
+    without_names,
+)
 from megatron_stare.scoring.verdict import Verdict, judged, provisionally, unverifiable
 from megatron_stare.scoring.verifiers import extract, last_boxed
 
@@ -166,19 +177,19 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
         return True
     chosen = re.fullmatch(r"(?:\\text\s*\{)?\s*\(?\s*([A-J])\s*\)?\s*\}?", gold)
     if chosen:
-        return relations.choice_letter(answer) == chosen[1]
+        return choice_letter(answer) == chosen[1]
     gold_word = forms.word(gold)
-    choice = relations.choice_and_value(answer)
+    choice = choice_and_value(answer)
     if gold_word is not None:
-        if choice and relations.has_further_choice(choice[1]):
+        if choice and has_further_choice(choice[1]):
             return False
         letter = choice[0].lower() if choice else answer.strip("() ").lower()
         return gold_word in (forms.word(answer), letter)
     if choice and not re.search(rf"(?<![a-zA-Z\\]){choice[0]}(?![a-zA-Z])", gold):
         answer = choice[1]
-    value = relations.without_names(answer, gold)[0] if "=" in answer else answer
-    sides = relations.exact_and_rounded(value)
-    if sides and "\\approx" not in gold and relations.without_names(value, gold)[0] == value:
+    value = without_names(answer, gold)[0] if "=" in answer else answer
+    sides = exact_and_rounded(value)
+    if sides and "\\approx" not in gold and without_names(value, gold)[0] == value:
         near = _Rules(max(rules.tolerance, _ROUNDED), "never")
         return _equal(*sides, near) and any(_equal(side, gold, rules) for side in sides)
     numerals = forms.in_base(answer), forms.in_base(gold)
@@ -186,12 +197,12 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
         return numerals[0] == numerals[1]
     if forms.is_sentence(answer) and not forms.is_sentence(gold):
         return False
-    values = relations.chain(answer) if "=" not in gold else []
+    values = chain(answer) if "=" not in gold else []
     if values:
         same = _Rules(rules.tolerance, "never")
         others = all(_equal(value, gold, same) for value in values[:-1])
         return others and _equal(values[-1], gold, rules)
-    answer, gold = relations.without_names(answer, gold)
+    answer, gold = without_names(answer, gold)
     answer, gold = (
         forms.without_brackets(forms.without_units(text, other))
         for text, other in ((answer, gold), (gold, ""))
@@ -201,7 +212,7 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
     number, expected = plain_number(answer), plain_number(gold)
     if number and expected:
         return same_number(number, expected, rules.tolerance)
-    mine, theirs = relations.as_interval(answer), relations.as_interval(gold)
+    mine, theirs = as_interval(answer), as_interval(gold)
     if mine and theirs and mine[0] and theirs[0] and mine[0] != theirs[0]:
         return False  # x > 2 is not y > 2
     found = forms.compound(mine[1] if mine else answer)

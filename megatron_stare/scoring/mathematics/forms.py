@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_stare.scoring.mathematics.numbers import THOUSANDS, plain_number
+from megatron_stare.scoring.mathematics.values import THOUSANDS, plain_number
 from megatron_stare.scoring.verifiers import closing_brace
 
 _UNICODE = {

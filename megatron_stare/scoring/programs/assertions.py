@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_stare.scoring.programs.statements import asserts, in_a_row, parsed, starred
+from megatron_stare.scoring.programs.reading import asserts, in_a_row, parsed, starred
 
 Step = str | int  # a statement, or the number of an expression or condition
 

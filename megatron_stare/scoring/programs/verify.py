@@ -24,8 +24,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_stare.scoring.programs.assertions import DividedTest, Step, divide
-from megatron_stare.scoring.programs.reading import CodeTest, extract_code, short
-from megatron_stare.scoring.programs.statements import run_by_unittest, without_main
+from megatron_stare.scoring.programs.reading import (
+    CodeTest,
+    extract_code,
+    run_by_unittest,
+    short,
+    without_main,
+)
 
 FLOAT_TOLERANCE = 1e-6  # of a function's floats, as judges of such problems have it
 _CHECK_SECONDS = 2.0  # for comparing values, at least

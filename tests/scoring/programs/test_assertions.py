@@ -8,8 +8,7 @@ import pytest
 
 from megatron_stare.config import UserError
 from megatron_stare.scoring.programs.assertions import divide
-from megatron_stare.scoring.programs.reading import CodeTest, read_tests
-from megatron_stare.scoring.programs.statements import in_a_row
+from megatron_stare.scoring.programs.reading import CodeTest, in_a_row, read_tests
 from megatron_stare.scoring.programs.verify import verify_code
 from tests.rollout.sandbox.sandboxes import open_kind
 

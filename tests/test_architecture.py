@@ -49,8 +49,8 @@ LAYERS: dict[str, list[set[str]]] = {
     ],
     "scoring": [
         {"__init__", "verdict", "advantages", "mirror_grid", "programs"},
-        {"llm_judge", "reward_model", "verifier_pool", "verifiers"},
-        {"gym_verifier", "mathematics"},
+        {"judge_client", "reward_model", "verifier_pool", "verifiers"},
+        {"gym_verifier", "llm_judge", "mathematics"},
         {"judge"},
     ],
     "loop": [

@@ -12,7 +12,7 @@ from megatron_stare.rollout.sandbox.execution import CodeRunner
 from megatron_stare.rollout.sandbox.fusion import open_sandbox
 from megatron_stare.rollout.sandbox.interpreter import SandboxError
 from megatron_stare.scoring.judge import JUDGE, Judge, RewardBackend
-from megatron_stare.scoring.llm_judge.reward import LLMJudge
+from megatron_stare.scoring.llm_judge import LLMJudge
 from megatron_stare.scoring.programs.reading import read_tests
 from megatron_stare.scoring.programs.verify import SandboxLost, verify_code
 from megatron_stare.scoring.verdict import Sample, Verdict, printable, unverifiable

@@ -247,7 +247,7 @@ RESULTS = {
 }
 REWARDS = {
     f"{PYTHON} train tiny.yaml scoring.reward=judge 'judge.urls=[http://node1:30000/v1]' "
-    "judge.kind=score": Elsewhere("tests/scoring/llm_judge/test_llm_judge_runs.py"),
+    "judge.kind=score": Elsewhere("tests/scoring/test_llm_judge_runs.py"),
     "cat responses.jsonl": Run(),
     GRADE_AS_SHOWN: Run(instead=(("graded.jsonl", "graded_as_shown.jsonl"),)),
     "cat graded.jsonl": Run(

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_stare.config import JudgeConfig, UserError
-from megatron_stare.scoring.llm_judge.questions import BadAnswer, Questions, criteria_of, object_in
+from megatron_stare.scoring.judge_client import BadAnswer, object_in
+from megatron_stare.scoring.llm_judge import Questions, criteria_of
 from megatron_stare.scoring.verdict import Sample
 
 SAMPLE = Sample("It is {prompt} 42.", "42", {}, "6*7?")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.scoring.llm_judge.judge_server import Answer, JudgeServer
+from tests.scoring.judge_server import Answer, JudgeServer
 
 
 @pytest.fixture

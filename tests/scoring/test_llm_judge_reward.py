@@ -14,9 +14,9 @@ from megatron_stare.collect.judging import build_judge
 from megatron_stare.config import Config, JudgeConfig, ScoringConfig, UserError, override
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.scoring.advantages import has_signal, with_advantages
-from megatron_stare.scoring.llm_judge.reward import LLMJudge, opponents
+from megatron_stare.scoring.llm_judge import LLMJudge, opponents
 from megatron_stare.scoring.verdict import Sample
-from tests.scoring.llm_judge.judge_server import JudgeServer
+from tests.scoring.judge_server import JudgeServer
 
 
 def judged(

@@ -5,24 +5,25 @@ of this process in judge/ of the run's directory, one JSON object a line:
 
     {"key", "answer", "finish", "prompt", "response"}     the last two shortened
 
-A resumed run, and an evaluation of the same responses, read it from there.
+A resumed run, and an evaluation of the same responses, read it from there. An answer must hold one
+JSON object after the thinking; the last object counts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_stare.config import JudgeConfig, UserError
-from megatron_stare.scoring.llm_judge.questions import BadAnswer, Question, object_in
 from megatron_stare.scoring.verdict import Sample, printable
 from megatron_stare.system import digest
 
@@ -31,6 +32,18 @@ _SECOND_TEMPERATURE = 0.7  # of the second try: at temperature 0 it would repeat
 _MOST_WAIT = 5.0  # seconds between two attempts
 _MOST_BYTES = 16 << 20  # of an answer
 _SHOWN = 200  # characters of a prompt and a response in the file
+
+
+class BadAnswer(ValueError):
+    """A judge's answer that does not say what it was asked for."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A message to the judge. `read`: the value in its answer, or BadAnswer."""
+
+    text: str
+    read: Callable[[Mapping[str, Any]], float]
 
 
 @dataclass(frozen=True)
@@ -205,3 +218,19 @@ def _read(url: str, content: str) -> tuple[str, str, int]:
         raise NoAnswer(f"{url}: no chat completion ({error!r}): {printable(content)}") from None
     usage = body.get("usage") or {}
     return text, str(finish), max(1, int(usage.get("total_tokens") or 1))
+
+
+def object_in(text: str) -> Mapping[str, Any]:
+    """The last JSON object of an answer, after its thinking. BadAnswer: there is none."""
+    said = text.rpartition("</think>")[2]
+    if "<think>" in said:
+        raise BadAnswer("the thinking does not end")
+    decoder, found, place = json.JSONDecoder(), None, said.find("{")
+    while place >= 0:
+        end = place + 1
+        with contextlib.suppress(ValueError, RecursionError):
+            found, end = decoder.raw_decode(said, place)
+        place = said.find("{", end)
+    if not isinstance(found, dict):
+        raise BadAnswer("the answer has no JSON object")
+    return found

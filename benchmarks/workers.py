@@ -23,7 +23,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_stare.collect.workers.process_worker import ProcessWorker
+from megatron_stare.collect.process_worker import ProcessWorker
 from megatron_stare.config import Config, override
 from megatron_stare.loop.assemble import assemble
 from megatron_stare.policy import topology as topologies

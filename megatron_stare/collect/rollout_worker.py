@@ -2,7 +2,7 @@
 
 The rollout buffer decides which prompts there are, which groups are trained, and when. A worker
 runs in the trainer's process (local_worker.py) or in a process of its own next to it, on the first
-node (workers/).
+node (process_worker.py).
 """
 
 from __future__ import annotations

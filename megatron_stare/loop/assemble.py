@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from megatron_stare.collect.journal import Journal, journal_directory
 from megatron_stare.collect.judging import build_judge
 from megatron_stare.collect.local_worker import LocalWorker
+from megatron_stare.collect.process_worker import WorkerProcesses
 from megatron_stare.collect.rollout_buffer import RolloutBuffer
 from megatron_stare.collect.rollout_worker import is_streamed
 from megatron_stare.collect.rounds import RolloutWorkers, decoded_together
-from megatron_stare.collect.workers.worker_main import WorkerParts
-from megatron_stare.collect.workers.worker_processes import WorkerProcesses
+from megatron_stare.collect.worker_main import WorkerParts
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.prompts import prompts_digest
 from megatron_stare.loop import run_directory

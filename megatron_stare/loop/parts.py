@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_stare.collect.workers.worker_processes import WorkerProcesses
+from megatron_stare.collect.process_worker import WorkerProcesses
 from megatron_stare.config import Config, UserError
 from megatron_stare.policy import build, model_state, runtime
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, CheckpointDirectory

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.collect.workers.worker_processes import WorkerProcesses
+from megatron_stare.collect.process_worker import WorkerProcesses
 from megatron_stare.config import Config
 from megatron_stare.loop.evaluation import sets as evaluation_sets
 from megatron_stare.loop.evaluation.examining import Destinations, Examiner

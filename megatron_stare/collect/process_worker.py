@@ -9,39 +9,49 @@ still, and owes an answer for half of run.hang_timeout, is killed, and so starte
 from __future__ import annotations
 
 import atexit
-import contextlib
+import functools
 import itertools
 import logging
 import multiprocessing
+import os
 import threading
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from megatron_stare.collect.journal import (
     PartialRollouts,
+    journal_directory,
     partial_frames,
     partial_in,
+    start_attempt,
     whole_frames,
 )
 from megatron_stare.collect.rollout_worker import Resampling, added, resolve, running_future
-from megatron_stare.collect.workers.channel import Channel, Payload, error_of, memory_of
-from megatron_stare.collect.workers.worker_main import (
+from megatron_stare.collect.rounds import RolloutWorkers, decoded_together
+from megatron_stare.collect.worker_main import (
     BEAT,
     DONE,
     FATAL,
     GROUP,
+    Channel,
+    Payload,
+    WorkerParts,
     WorkerSettings,
+    error_of,
     main,
+    memory_of,
 )
-from megatron_stare.config import EngineError
+from megatron_stare.config import Config, EngineError
+from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.reporting import heartbeat
 from megatron_stare.rollout.sglang.pool_replica import Report, Snapshot
+from megatron_stare.rollout.sglang.weights import bytes_of
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +62,9 @@ START_SECONDS = 600.0  # at least, for the first answer
 MOST_DEATHS = 3  # in a row, without a single group in between
 
 
-class Weights(NamedTuple):
-    """Weights for embedded engines, in an open file of shared memory."""
-
-    version: int
-    table: list[tuple[str, torch.dtype, tuple[int, ...]]]  # in the order of the file
-    file: BinaryIO
+# Weights for embedded engines: their version; name, dtype and shape of each; their bytes in the
+# same order, in an open file of shared memory.
+Weights = tuple[int, list[tuple[str, torch.dtype, tuple[int, ...]]], BinaryIO]
 
 
 @dataclass
@@ -93,8 +100,7 @@ class ProcessWorker:
         self._step, self._paused, self._stopped, self._closed = -1, False, False, False
         self._held: Collection[int] = ()
         self._failure: Exception | None = None
-        # of the running process: it has answered; it was asked for a beat; seconds since
-        self._is_up, self._asked, self._owed = False, False, 0.0
+        self._is_up, self._asked = False, False  # the process has answered; it owes a beat
         self._thread = threading.Thread(target=self._keep_alive, name="process-worker", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # multiprocessing would wait for the process for ever
@@ -162,9 +168,7 @@ class ProcessWorker:
             ) from None
 
     def counts(self) -> Mapping[str, int]:
-        """The counts at the time of the last group, summed over all processes of this worker so
-        far.
-        """
+        """The sums over all processes of this worker so far, at the time of the last group."""
         with self._lock:
             return added(self._counts.values())
 
@@ -192,7 +196,7 @@ class ProcessWorker:
         """Load weights into the process's embedded engine."""
         with self._lock:
             self._weights = weights
-            self._send("weights", weights.version, weights.table, payload=weights.file)
+            self._send("weights", *weights[:2], payload=weights[2])
 
     def close(self) -> None:
         """End the process; prompts in flight are lost."""
@@ -242,25 +246,22 @@ class ProcessWorker:
     # --- the thread
 
     def _keep_alive(self) -> None:
-        deaths = 0
+        deaths, number = 0, self.settings.number
         while True:
             try:
                 groups = self._run_process()
             except Exception as error:  # otherwise lost with this thread
                 self._fail(
                     EngineError(
-                        f"worker process {self.settings.number} could not be started or "
-                        f"reached ({error!r}); sample in the trainer's process with "
-                        "rollout.workers_per_node=0"
+                        f"worker process {number} could not be started or reached ({error!r}); "
+                        "sample in the trainer's process with rollout.workers_per_node=0"
                     )
                 )
                 return
             deaths = 1 if groups else deaths + 1
             if self._closed or self._failure is not None:
                 return
-            ended = (
-                f"worker process {self.settings.number} ended (exit code {self.process.exitcode})"
-            )
+            ended = f"worker process {number} ended (exit code {self.process.exitcode})"
             if deaths == MOST_DEATHS:
                 self._fail(
                     EngineError(
@@ -287,23 +288,21 @@ class ProcessWorker:
         )
         self.process.start()
         theirs.close()
-        channel, groups = Channel(ours), 0
+        channel, groups, ended = Channel(ours), 0, threading.Event()
         with self._lock:
             if self._closed:
                 self.process.kill()
             self.starts += 1
             self._channel = channel
-            self._is_up, self._asked, self._owed = False, False, 0.0
+            self._is_up, self._asked = False, False
             self._send_all()
-        interval = BEAT_SECONDS if self.settings.config.run.hang_timeout else None
-        watched = time.monotonic()
-        with contextlib.suppress(EOFError, OSError):
+        watch = functools.partial(self._watch, self.process, ended)
+        threading.Thread(target=watch, name="process-watch", daemon=True).start()
+        try:
             while True:
-                if channel.poll(interval):
-                    groups += self._receive(*channel.receive())
-                if interval and time.monotonic() - watched >= interval:
-                    self._watch()
-                    watched = time.monotonic()
+                groups += self._receive(*channel.receive())
+        except (EOFError, OSError):
+            ended.set()
         with self._lock:
             self._channel = None
         self.process.join(PATIENCE_SECONDS)
@@ -318,42 +317,44 @@ class ProcessWorker:
             self._fail(EngineError("the worker process was closed"))
         return groups
 
-    def _watch(self) -> None:
-        """Ask the process for a beat, or kill it where it owes one for too long. This is called
-        every BEAT_SECONDS, also while other messages come: a process whose rollouts stand still
-        can answer those about servers. Time is counted by the calls: while this process stands
-        still itself, none passes.
+    def _watch(self, process: Any, ended: threading.Event) -> None:
+        """Ask the process for beats until it has ended; kill it where it owes one for too long.
+
+        This has a thread of its own, because a process that stops in the middle of a message blocks
+        the one that receives. Time is counted by looks: while this process stands still itself,
+        none passes.
         """
-        with self._lock:
-            if self._closed:
+        timeout, owed = self.settings.config.run.hang_timeout, 0.0
+        patience = timeout * STALL_FRACTION
+        while timeout and not ended.wait(BEAT_SECONDS):
+            with self._lock:
+                if self._closed:
+                    return
+                if not self._asked:
+                    self._asked, owed = True, 0.0
+                    self._send("beat")
+                    continue
+                calls = [method for method, *_ in self._calls.values()]
+            owed += BEAT_SECONDS
+            if owed > (patience if self._is_up else max(patience, START_SECONDS)):
+                log.warning(
+                    "worker process %d has not answered for %g s (run.hang_timeout=%g); it is "
+                    "killed. Waiting for it: %s",
+                    self.settings.number,
+                    patience,
+                    timeout,
+                    ", ".join([*calls, f"{self.in_flight} prompts"]),
+                )
+                heartbeat.moved()  # its replacement gets time
+                process.kill()
                 return
-            if not self._asked:
-                self._asked, self._owed = True, 0.0
-                self._send("beat")
-                return
-            calls = [method for method, *_ in self._calls.values()]
-        self._owed += BEAT_SECONDS
-        patience = self.settings.config.run.hang_timeout * STALL_FRACTION
-        if self._owed <= (patience if self._is_up else max(patience, START_SECONDS)):
-            return
-        self._owed = 0.0
-        log.warning(
-            "worker process %d has not answered for %g s (run.hang_timeout=%g); it is "
-            "killed. Waiting for it: %s",
-            self.settings.number,
-            patience,
-            self.settings.config.run.hang_timeout,
-            ", ".join([*calls, f"{self.in_flight} prompts"]),
-        )
-        heartbeat.moved()  # its replacement gets time
-        self.process.kill()
 
     def _send_all(self) -> None:
         """Bring a new process to the state that the last one had."""
         if self._attempts is not None:
             self._open()
         if self._weights is not None:
-            self._send("weights", *self._weights[:2], payload=self._weights.file)
+            self._send("weights", *self._weights[:2], payload=self._weights[2])
         if self._snapshot is not None:
             self._call("servers", self._snapshot)
         if self._step >= 0:
@@ -408,19 +409,15 @@ class ProcessWorker:
             else:
                 rollouts = tuple(each.record for each in whole_frames(outcome))
                 resolve(found.group, Group(found.prompt, rollouts))  # type: ignore[arg-type]
-            self._forget(index)
-
-    def _forget(self, index: int) -> None:
-        """Drop a judged prompt. Without a journal all are dropped together, once all are judged: a
-        process that is started again must decode the same prompts in one batch.
-        """
-        with self._lock:
-            if self._stopped:
-                return
-            if self.settings.journaled:
-                self._in_flight.pop(index, None)
-            elif not self.in_flight:
-                self._in_flight.clear()
+            with self._lock:
+                if self._stopped:
+                    return
+                if self.settings.journaled:
+                    self._in_flight.pop(index, None)
+                # Without a journal all are dropped together, once all are judged: a process that is
+                # started again must decode the same prompts in one batch.
+                elif not self.in_flight:
+                    self._in_flight.clear()
 
     def _fail(self, error: Exception) -> None:
         """Fail all futures with this error, and every later call."""
@@ -432,3 +429,71 @@ class ProcessWorker:
             resolve(each.group, error)
         for *_, future in calls:
             future.set_exception(error)
+
+
+class WorkerProcesses:
+    """The worker processes of a run. They run on the first node: `workers` is empty on every rank
+    but 0.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        build: Callable[[Config], WorkerParts],
+    ) -> None:
+        """The processes start at once and are ready when the trainer is. `build` runs in each."""
+        self._config = config
+        count = config.rollout.workers if topology.is_first else 0
+        on_gpu = config.rollout.engine == "embedded" and torch.cuda.is_available()
+        device = torch.cuda.current_device() if on_gpu else None
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # One process imports what all of them need; all workers are forked from it.
+        multiprocessing.get_context("forkserver").set_forkserver_preload([build.__module__])
+        attempts = functools.cache(functools.partial(start_attempt, journal_directory(config)))
+        self.workers = [
+            ProcessWorker(
+                WorkerSettings(config, build, number, count, local_ranks, device), attempts
+            )
+            for number in range(count)
+        ]
+
+    def announce(self, snapshot: Snapshot) -> Sequence[Future[Report | None]]:
+        """Send every process the state of the servers."""
+        return [worker.announce(snapshot) for worker in self.workers]
+
+    def evaluate(self, problems: Any, kept: Any) -> Sequence[Future[Sequence[Any]]]:
+        """Sample and judge an evaluation set; prompts that are decoded together go to one process.
+        The futures have the problems of Examiner.problems.
+        """
+        together = decoded_together(self._config, problems.samples)
+        workers = RolloutWorkers([0], self._config.rollout.workers, self.workers)
+        owners = workers.assigned(problems.prompts, together)
+        return [
+            worker.evaluate(
+                problems,
+                [place for place, (_, owner) in enumerate(owners) if owner == number],
+                kept,
+            )
+            for number, worker in enumerate(self.workers)
+        ]
+
+    def abort(self) -> None:
+        """Abort all requests of all processes."""
+        for worker in self.workers:
+            worker.abort()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load weights into every process's embedded engine, from memory that all of them map."""
+        if not self.workers:
+            return
+        named = list(weights)
+        table = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
+        file = memory_of(bytes_of(tensor) for _, tensor in named)
+        for worker in self.workers:
+            worker.load_weights((version, table, file))
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self.workers:
+            worker.close()

@@ -7,7 +7,7 @@ import os
 import threading
 
 from megatron_stare.collect.journal import frame, whole_frames
-from megatron_stare.collect.workers.channel import Channel, memory_of
+from megatron_stare.collect.worker_main import Channel, memory_of
 from tests.collect.test_journal import rollout
 
 

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -17,11 +18,10 @@ from typing import Any
 
 import pytest
 
+from megatron_stare.collect import process_worker
 from megatron_stare.collect.journal import Frame, journal_directory, read_frames
-from megatron_stare.collect.workers import process_worker
-from megatron_stare.collect.workers.channel import Channel
-from megatron_stare.collect.workers.process_worker import ProcessWorker
-from megatron_stare.collect.workers.worker_main import GROUP, WorkerSettings
+from megatron_stare.collect.process_worker import ProcessWorker
+from megatron_stare.collect.worker_main import GROUP, Channel, WorkerSettings
 from megatron_stare.config import Config, EngineError, UserError, dump, override
 from megatron_stare.loop.assemble import build_worker_parts
 from megatron_stare.loop.interrupt import Interrupt
@@ -235,6 +235,27 @@ def test_a_worker_that_stalls_and_still_sends_messages_is_replaced(
     assert "worker process 0 has not answered for 0.5 s" in caplog.text
 
 
+def torn(connection: Any, settings: Any) -> None:
+    """A process that stops in the middle of a message."""
+    os.write(connection.fileno(), struct.pack("!i", 100) + b"half")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_worker_that_stops_in_the_middle_of_a_message_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(process_worker, "main", torn)
+    monkeypatch.setattr(process_worker, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(process_worker, "START_SECONDS", 1.0)
+    config = small_config(tmp_path, "run.hang_timeout=1")
+    settings = WorkerSettings(config, build_worker_parts, 0, 1, 1, None)
+    worker = ProcessWorker(settings, lambda step: {})
+    try:
+        wait_until(lambda: worker.starts == 2)
+    finally:
+        worker.close()
+
+
 def test_the_wait_for_unfinished_rollouts_is_bounded(
     tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ):
@@ -284,7 +305,7 @@ def unready(response: str, label: str, metadata: dict[str, Any]) -> float:
 
 
 def test_a_workers_error_arrives_with_its_remedy(tmp_path: Path, topology: Topology):
-    options = ("scoring.reward=tests.collect.workers.test_process_worker.unready",)
+    options = ("scoring.reward=tests.collect.test_process_worker.unready",)
     options += ("rollout.workers_per_node=1", "rollout.rollout_batch_size=16")
     run = Trainer(small_config(tmp_path, *options), topology)
     with pytest.raises(UserError, match="the flag is not set"):

@@ -3,6 +3,12 @@
 It has its own engine (an embedded one, or a client of the run's servers), judge, tools, sandboxes
 and journal, and does what the trainer's end (process_worker.py) asks for. It ends with the
 trainer's process, however that dies, and its own children end with it.
+
+Messages between the two are pickled. A message may have a payload of bytes, which lies in memory
+without a name, which goes over as a file descriptor: the receiver maps it, and the memory is freed
+when both processes have let go of it, even if they are killed. A message queue such as pyzmq would
+copy every payload twice and would not report the death of the other process, which the end of a
+pipe does.
 """
 
 from __future__ import annotations
@@ -10,12 +16,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
+import mmap
 import os
+import queue
 import signal
-from collections.abc import Callable, Iterator
+import tempfile
+import threading
+from collections.abc import Buffer, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler, recv_handle, send_handle
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy
@@ -32,8 +44,7 @@ from megatron_stare.collect.journal import (
 )
 from megatron_stare.collect.local_worker import LocalWorker
 from megatron_stare.collect.rollout_worker import Resampling, is_streamed
-from megatron_stare.collect.workers.channel import Channel, Payload, described, memory_of
-from megatron_stare.config import Config
+from megatron_stare.config import Config, EngineError, UserError
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.reporting import heartbeat
 from megatron_stare.rollout.engine import Engine
@@ -44,7 +55,84 @@ from megatron_stare.scoring.judge import Judge
 # error, or None), the error of a process that cannot start, a sign that the process works.
 GROUP, DONE, FATAL, BEAT = "group", "done", "fatal", "beat"
 _MOVED_SECONDS = 0.5  # since the last movement, at a look: it was seen by this look
+CLOSE_SECONDS = 10.0
+Payload = mmap.mmap | bytes
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def described(error: BaseException) -> tuple[str, str]:
+    """An error for another process: its type's name and its text."""
+    return type(error).__name__, str(error)
+
+
+def error_of(name: str, text: str) -> Exception:
+    """The error that another process has `described`; a UserError stays one."""
+    if name == "UserError":
+        return UserError(text)
+    return EngineError(text if name == "EngineError" else f"{name}: {text}")
+
+
+def memory_of(parts: Iterable[bytes | memoryview]) -> BinaryIO:
+    """A file without a name that holds the parts, in memory where the system supports it."""
+    if hasattr(os, "memfd_create"):
+        file: Any = io.FileIO(os.memfd_create("rollouts"), "r+")
+    else:
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (the caller closes it)
+    for part in parts:
+        view = memoryview(part).cast("B")
+        while len(view):
+            view = view[file.write(view) :]
+    return file
+
+
+class Channel:
+    """One end of a connection. Any thread may send; one thread receives.
+
+    A thread of its own writes the messages, so that no caller waits for the other process: two
+    processes that both wait until the other one reads would wait for ever.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._queue: queue.SimpleQueue[tuple[Buffer, BinaryIO | None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="channel", daemon=True)
+        self._thread.start()
+
+    def send(self, message: Any, payload: BinaryIO | None = None) -> None:
+        """Send a message and the content of the file, which no caller closes or changes afterwards.
+        A message to a process that has ended is dropped: `receive` reports the end.
+        """
+        mapped = payload if payload is not None and payload.tell() else None
+        self._queue.put((ForkingPickler.dumps((mapped is not None, message)), mapped))
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the other process has ended
+            while (sent := self._queue.get()) is not None:
+                content, mapped = sent
+                self._connection.send_bytes(content)
+                if mapped is not None:
+                    send_handle(self._connection, mapped.fileno(), 0)
+
+    def receive(self) -> tuple[Any, Payload]:
+        """The next message and its payload (b"" without one). EOFError, OSError: the connection has
+        ended.
+        """
+        is_mapped, message = self._connection.recv()
+        if not is_mapped:
+            return message, b""
+        descriptor = recv_handle(self._connection)
+        try:
+            return message, mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Close this end; the other one gets an EOFError. Messages that it does not read in
+        CLOSE_SECONDS are dropped.
+        """
+        self._queue.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        self._connection.close()
 
 
 class WorkerParts(NamedTuple):
@@ -116,9 +204,9 @@ class WorkerProcess:
     def answer(self, method: str, call: int, arguments: tuple[Any, ...], payload: Payload) -> None:
         """Do what a message asks for. A result is sent back with the number `call`."""
         if method == "open":
-            parts = self.parts
+            self.worker.close()
             journal = self._journal(*arguments)
-            self.worker = LocalWorker(self.config, parts.engine, parts.judge, journal)
+            self.worker = LocalWorker(self.config, self.parts.engine, self.parts.judge, journal)
         elif method == "start":
             self._start(payload, *arguments)
         elif method == "weights":

@@ -1,1 +1,0 @@
-"""Rollout workers that are processes of their own, next to the trainer on the first node."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,10 @@ from megatron_stare.reporting import heartbeat
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
 from megatron_stare.scoring.advantages import checked_estimator
 from megatron_stare.scoring.judge import Judge
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 30.0  # for the work that has arrived before the end
 
 
 @dataclass
@@ -68,7 +74,10 @@ class LocalWorker:
         self._stopped, self._closed = False, False
         self._failure: Exception | None = None
         self._is_open = False  # the journal, by the first `set_step`
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-worker")
+        self._arrived: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A daemon: what it waits for, such as a disk that hangs, must not keep the process alive.
+        self._thread = threading.Thread(target=self._work, name="local-worker", daemon=True)
+        self._thread.start()
 
     def set_step(self, step: int, held: Collection[int] = ()) -> None:
         """The first call opens the journal."""
@@ -139,8 +148,11 @@ class LocalWorker:
     def close(self) -> None:
         """End the thread. Closing the engine is its owner's job."""
         self._closed = True
-        self._thread.shutdown()
-        if self.journal is not None:
+        self._arrived.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            log.warning("a rollout worker's thread does not end; it and the journal are left alone")
+        elif self.journal is not None:
             self.journal.close()
 
     @property
@@ -277,20 +289,18 @@ class LocalWorker:
         ]
 
     def in_turn(self, work: Callable[[], None]) -> None:
-        """Run `work` in the thread, after what has arrived; not once the worker is closed. Its
-        error fails all groups: none that the work would have completed waits for ever.
-        """
+        """Run `work` in the thread, after what has arrived; not once the worker is closed."""
+        if not self._closed:
+            self._arrived.put(work)
 
-        def guarded() -> None:
+    def _work(self) -> None:
+        """The thread. An error of its work fails all groups: none that the work would have
+        completed waits for ever.
+        """
+        while (work := self._arrived.get()) is not None:
             try:
                 work()
             except BaseException as error:
-                self._fail_all(error)
-
-        try:
-            self._thread.submit(guarded)
-        except RuntimeError as error:
-            if not self._closed:  # the system starts no more threads
                 self._fail_all(error)
 
     def _receive(self, entry: _Open, number: int, future: Future[Rollout]) -> None:

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from megatron_stare.collect import local_worker
 from megatron_stare.collect.journal import Journal
 from megatron_stare.collect.judging import build_judge
 from megatron_stare.collect.local_worker import LocalWorker
@@ -191,15 +192,26 @@ def test_an_error_in_a_thread_fails_every_group_that_waits_for_it(
         assert "Traceback" in caplog.text and set(worker.partial_rollouts()) == {0, 1, 2}
 
 
-def test_a_thread_that_cannot_be_started_fails_the_groups(monkeypatch: pytest.MonkeyPatch):
-    engine, refused = Patient(), RuntimeError("can't start new thread")
-    with worker_of(engine) as worker:
-        (group,) = worker.start(prompts(0))
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", Mock(side_effect=refused))
-            engine.finish((0, 0), said("4"))
-        with pytest.raises(EngineError, match="can't start new thread"):
-            group.result(timeout=60)
+def test_a_thread_that_cannot_be_started_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch):
+    refused = RuntimeError("can't start new thread")
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=refused))
+    with pytest.raises(RuntimeError, match="can't start new thread"), worker_of(Patient()):
+        pass
+
+
+def test_a_thread_that_waits_for_ever_keeps_neither_close_nor_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(local_worker, "CLOSE_SECONDS", 0.1)
+    ended = threading.Event()
+    with worker_of(Patient()) as worker:
+        worker.in_turn(ended.wait)
+    assert "does not end" in caplog.text
+    (thread,) = [one for one in threading.enumerate() if one.name == "local-worker"]
+    assert thread.daemon, "the interpreter waits for others at its end"
+    ended.set()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_what_arrives_after_the_end_is_dropped(caplog: pytest.LogCaptureFixture):

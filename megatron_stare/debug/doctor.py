@@ -299,7 +299,7 @@ def _format(url: str, model_path: str, config: Config) -> Iterator[Finding]:
 
 
 def _relay(url: str, key: str) -> Finding:
-    from megatron_stare.sync.delta.link import RelayFault, RelayLink
+    from megatron_stare.sync.delta.transport import RelayFault, RelayLink
 
     link = RelayLink(url, key, 10.0)
     try:

@@ -244,6 +244,8 @@ def torn(connection: Any, settings: Any) -> None:
 def test_a_worker_that_stops_in_the_middle_of_a_message_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    forked = multiprocessing.get_context("fork")  # imports nothing, so that it starts at once
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: forked)
     monkeypatch.setattr(process_worker, "main", torn)
     monkeypatch.setattr(process_worker, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(process_worker, "START_SECONDS", 1.0)

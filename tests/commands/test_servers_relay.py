@@ -16,10 +16,9 @@ import torch
 
 from megatron_stare.commands.servers import relay
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.sync.delta.kept import KeptWeights
-from megatron_stare.sync.delta.link import RelayLink
-from megatron_stare.sync.delta.message import Table, packed
+from megatron_stare.sync.delta.encoding import KeptWeights, Table, packed
 from megatron_stare.sync.delta.relay import WeightRelay
+from megatron_stare.sync.delta.transport import RelayLink
 from megatron_stare.sync.disk import OWN_MARKER
 from tests.paths import ROOT
 

@@ -13,19 +13,31 @@ signs are small: 0, -1, 1, -2 are 0, 1, 2, 3. In a step of training a weight of 
 a neighbour, which is 1 or 2; the XOR of neighbours would be 1, 3, 7, ..., of twice the entropy.
 `zlib` at level 1, byte plane by byte plane, packs both lists. Of the two lists of places gaps are
 the shorter one up to about one word in eight; `full` is taken where no other way is shorter.
+
+A message is a part of an update on its way to a relay: a table in JSON, and the bytes that it
+speaks of.
+
+    8 bytes, little endian: the table's length | the table | the blocks, one after another
 """
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from math import prod
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy
+import orjson
 import torch
 from torch import Tensor
 
 from megatron_stare import system
+from megatron_stare.rollout.sglang.weights import results
 
 Words = numpy.ndarray[Any, numpy.dtype[numpy.unsignedinteger[Any]]]
 Coding = Literal["same", "gaps", "mask", "full"]
@@ -36,6 +48,10 @@ _WORDS = {1: numpy.uint8, 2: numpy.uint16, 4: numpy.uint32, 8: numpy.uint64}
 _GAPS = (1, 2, 4)  # bytes; none is larger than a block
 _HEAD = struct.Struct("<QQB")  # changed words, bytes of the packed places, bytes of a gap
 _LEVEL = 1
+_LENGTH = struct.Struct("<Q")
+# Bytes of an element, by dtype.
+SIZES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+_MOST_THREADS = 8  # comparing, packing and hashing leave Python's lock
 
 
 class Damaged(ValueError):
@@ -146,3 +162,170 @@ def _unpacked(content: bytes | memoryview, count: int, kind: numpy.dtype[Any]) -
         raise Damaged(f"{len(found)} bytes where {size} were packed")
     planes = numpy.frombuffer(found, numpy.uint8).reshape(kind.itemsize, count)
     return cast(Words, numpy.ascontiguousarray(planes.T).reshape(-1).view(kind))
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor. `before`, `after`: the digests of what it is made from and of what it becomes;
+    "" before a tensor that is sent whole. `blocks`: coding and bytes of each, in their order.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    before: str
+    after: str
+    blocks: Sequence[tuple[str, int]]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensor itself."""
+        return prod(self.shape) * SIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The contents of a message. The parts of `update` are numbered from 0; `base` is the update
+    whose weights they change, "" where they bring all of them. `files` (base64): the other files.
+    """
+
+    update: str
+    base: str
+    number: int
+    last: bool
+    entries: list[TensorEntry]
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def packed(table: Table, blocks: Sequence[bytes | memoryview]) -> bytes:
+    """The message."""
+    head = orjson.dumps(asdict(table))
+    return b"".join([_LENGTH.pack(len(head)), head, *blocks])
+
+
+def unpacked(content: bytes) -> tuple[Table, list[list[memoryview]]]:
+    """The table, and for each of its entries the bytes of its blocks. Damaged: it is not a
+    whole message.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(content)
+        start = _LENGTH.size + length
+        fields = orjson.loads(content[_LENGTH.size : start])
+        entries = [_entry(entry) for entry in fields.pop("entries")]
+        table = Table(entries=entries, **fields)
+    except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Damaged(f"a message without a table ({error})") from None
+    expected = start + sum(size for entry in entries for _, size in entry.blocks)
+    if len(content) != expected:
+        raise Damaged(f"a message of {len(content)} bytes, not {expected}")
+    whole, blocks = memoryview(content), []
+    for entry in entries:
+        blocks.append(list[memoryview]())
+        for _, size in entry.blocks:
+            blocks[-1].append(whole[start : start + size])
+            start += size
+    return table, blocks
+
+
+def _entry(fields: dict[str, Any]) -> TensorEntry:
+    entry = TensorEntry(**fields | {"shape": tuple(fields["shape"])})
+    if entry.dtype not in SIZES or any(size < 0 for _, size in entry.blocks):
+        raise ValueError(f"{entry.name} has dtype {entry.dtype!r}, or a block of no size")
+    return entry
+
+
+class KeptTensor(NamedTuple):
+    """One tensor."""
+
+    words: Words
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+class EncodedPart(NamedTuple):
+    """The parts of a message."""
+
+    entries: list[TensorEntry]
+    blocks: list[bytes | memoryview]
+
+
+class KeptWeights:
+    """The weights as they were last sent, in the trainer's host memory. `tag` names the version of
+    all of them; it is "" while a new version replaces them
+    tensor by tensor. `changed`: words that differ between the two versions so far.
+    """
+
+    def __init__(self) -> None:
+        self.tag = ""
+        self.changed = 0
+        self._tensors: dict[str, KeptTensor] = {}
+        threads = min(_MOST_THREADS, os.cpu_count() or 1)
+        self._workers = ThreadPoolExecutor(threads, thread_name_prefix="delta")
+
+    @property
+    def elements(self) -> int:
+        return sum(len(kept.words) for kept in self._tensors.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kept.words.nbytes for kept in self._tensors.values())
+
+    def replace(self, bucket: Sequence[tuple[str, Tensor]], *, encoding: bool) -> EncodedPart:
+        """Keep these tensors instead. The part says how they are made of what was kept, if it is to
+        be encoded; nothing otherwise.
+        """
+        steps = results(
+            [self._workers.submit(self._step, name, tensor, encoding) for name, tensor in bucket]
+        )
+        self.changed += sum(block.changed for _, blocks in steps for block in blocks)
+        if not encoding:
+            return EncodedPart([], [])
+        return EncodedPart(
+            [entry for entry, _ in steps],
+            [block.payload for _, blocks in steps for block in blocks],
+        )
+
+    def whole(self, names: Iterable[str]) -> EncodedPart:
+        """Tensors as they are, to be sent in full."""
+        part = EncodedPart([], [])
+        for name in names:
+            words, dtype, shape, after = self._tensors[name]
+            part.entries.append(
+                TensorEntry(name, dtype, shape, "", after, [("full", words.nbytes)])
+            )
+            part.blocks.append(memoryview(words.view(numpy.uint8)))
+        return part
+
+    def buckets(self, size_bytes: int) -> Iterator[tuple[list[str], bool]]:
+        """All names, in parts of up to `size_bytes`, each with whether it is the last."""
+        names, filled = list[str](), 0
+        for name, kept in self._tensors.items():
+            if names and filled + kept.words.nbytes > size_bytes:
+                yield names, False
+                names, filled = [], 0
+            names.append(name)
+            filled += kept.words.nbytes
+        yield names, True
+
+    def _step(self, name: str, tensor: Tensor, encoding: bool) -> tuple[TensorEntry, list[Block]]:
+        new = words_of(tensor)
+        kept = self._tensors.get(name)
+        if kept is None:
+            dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+            kept = self._tensors[name] = KeptTensor(new.copy(), dtype, shape, digest(new))
+        before, blocks = kept.digest, list[Block]()
+        for start in range(0, len(new), BLOCK_WORDS):
+            old, now = (words[start : start + BLOCK_WORDS] for words in (kept.words, new))
+            blocks.append(encode(old, now) if encoding else _compared(old, now))
+            if blocks[-1].changed:
+                old[:] = now
+        if any(block.changed for block in blocks):
+            kept = self._tensors[name] = kept._replace(digest=digest(new))
+        sizes = [(block.coding, len(block.payload)) for block in blocks]
+        return TensorEntry(name, kept.dtype, kept.shape, before, kept.digest, sizes), blocks
+
+
+def _compared(old: Words, new: Words) -> Block:
+    """A block that only counts the words that differ; nothing is encoded."""
+    return Block("full", b"", int(numpy.count_nonzero(old != new)))

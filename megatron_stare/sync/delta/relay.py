@@ -39,12 +39,15 @@ from megatron_stare.policy.huggingface.files import COMPANIONS, read_header
 from megatron_stare.rollout.sglang.weights import results
 from megatron_stare.sync.delta.encoding import (
     BLOCK_WORDS,
+    SIZES,
     Damaged,
+    Table,
+    TensorEntry,
     apply,
     digest,
+    unpacked,
     words_in,
 )
-from megatron_stare.sync.delta.message import SIZES, Table, TensorEntry, unpacked
 from megatron_stare.sync.disk import INDEX, OWN_MARKER, check_own, save_for_servers
 from megatron_stare.system import try_lock
 

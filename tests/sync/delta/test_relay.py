@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_stare.config import UserError
-from megatron_stare.sync.delta.kept import KeptWeights
-from megatron_stare.sync.delta.message import Table, packed, unpacked
+from megatron_stare.sync.delta.encoding import KeptWeights, Table, packed, unpacked
 from megatron_stare.sync.delta.relay import Refused, WeightRelay
 from megatron_stare.sync.disk import OWN_MARKER
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_stare.config import UserError
 from megatron_stare.rollout.sglang.process import free_port
-from megatron_stare.sync.delta.link import RelayFault, RelayLink
+from megatron_stare.sync.delta.transport import RelayFault, RelayLink
 from tests.sync.delta.world import serving, url_of
 
 

@@ -20,8 +20,7 @@ from megatron_stare.rollout.sglang.process import free_port
 from megatron_stare.rollout.sglang.server import Model
 from megatron_stare.rollout.sglang.weights import WeightMismatch
 from megatron_stare.sync.delta import transport
-from megatron_stare.sync.delta.link import Rates
-from megatron_stare.sync.delta.transport import RelayTransport
+from megatron_stare.sync.delta.transport import Rates, RelayTransport
 from megatron_stare.sync.served_engine import make_sync
 from tests.rollout.sglang.fake_server import fake_servers
 from tests.rollout.sglang.idle import send_weights, tiny_model

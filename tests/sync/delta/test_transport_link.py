@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from megatron_stare.sync.delta import link as links
-from megatron_stare.sync.delta.link import Rates, RelayLink
+from megatron_stare.sync.delta import transport as links
+from megatron_stare.sync.delta.transport import Rates, RelayLink
 
 SLOW, FAST = 1 / 10e6, 1 / 10e9  # seconds per byte
 MEASURED = {"compare": 1 / 2e9, "encode": 1 / 200e6, "whole": 1 / 1e9, "changed": 1 / 0.5e9}

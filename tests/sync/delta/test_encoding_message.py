@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_stare.sync.delta.encoding import Damaged
-from megatron_stare.sync.delta.message import Table, TensorEntry, packed, unpacked
+from megatron_stare.sync.delta.encoding import Damaged, Table, TensorEntry, packed, unpacked
 
 ENTRIES = [
     TensorEntry("a.weight", "bfloat16", (2, 3), "b" * 64, "c" * 64, [("gaps", 5), ("same", 0)]),

@@ -5,6 +5,10 @@ Requests are submitted on rank 0. All ranks gather the weights; rank 0 sends the
 While rank 0 waits for servers, it sends the other ranks a message every few seconds: wait, send the
 weights (to a server that restarted during a rollout), done, or the error that ends the run. So no
 rank blocks in a collective for longer, and all ranks end together.
+
+Worker processes send requests to the servers too. The announcer sends every worker a snapshot of
+the servers and their weights whenever it changes. Workers answer with their requests in flight: a
+server gets new weights when it has none.
 """
 
 from __future__ import annotations
@@ -13,7 +17,9 @@ import concurrent.futures
 import dataclasses
 import json
 import re
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -43,10 +49,10 @@ from megatron_stare.rollout.engine import Request, SamplingParams, still_open
 from megatron_stare.rollout.sglang.answers import Prefill
 from megatron_stare.rollout.sglang.memory import CACHES, WEIGHTS
 from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.pool_replica import Report, ServerView, Snapshot
 from megatron_stare.rollout.sglang.server import Model, Server, read_config
 from megatron_stare.rollout.sglang.weights import WeightMismatch
 from megatron_stare.rollout.stops import stop_ids
-from megatron_stare.sync.announcement import Announce, Announcer
 from megatron_stare.sync.broadcast import BroadcastTransport
 from megatron_stare.sync.delta.transport import RelayTransport
 from megatron_stare.sync.disk import DiskTransport
@@ -56,12 +62,18 @@ from megatron_stare.sync.weight_sync import Transport, WeightBucket, WeightSync,
 HEARTBEAT_SECONDS = 10.0
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 0.2  # between two checks of the servers while rollouts are in flight
+SNAPSHOT_SECONDS = 0.25  # between two snapshots of the servers that are compared
+ANSWER_SECONDS = 10.0  # for a worker's answer; the worker's owner ends one that stands still
+REPEAT_SECONDS = 5.0  # so that a worker that took a server for dead learns that it is not
 # Attempts of an update whose servers fail during it, and of one after which a server holds other
-# weights than it was sent: a fault of the network explains that once, not twice.
+# weights than it was sent: a fault of the network explains that once, not twice. Any other failure
+# is raised at once.
 SYNC_ATTEMPTS, MISMATCH_ATTEMPTS = 5, 2
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 Message = Literal["wait", "send", "done"]
+# Sends the snapshot to every worker process; None: one died or has not started.
+Announce = Callable[[Snapshot], Sequence[concurrent.futures.Future[Report | None]]]
 
 
 class ServedEngine:
@@ -291,18 +303,27 @@ class ServedEngine:
             buckets = with_handles(self._weights, self._bucket_bytes, givers, self.topology)
         else:
             buckets = in_buckets(self._weights, self._bucket_bytes)
-        buckets, failure = _Gathered(buckets), None
+        failure, gathering = None, list[Exception]()  # the failure, if it was in gathering
+
+        def gathered() -> Iterator[WeightBucket]:
+            try:
+                yield from buckets
+            except Exception as error:
+                gathering.append(error)
+                raise
+
+        stream = gathered()
         if self.pool is not None and servers is not None:
             try:
                 encoding = self._weights if isinstance(self._weights, EncodedWeights) else None
-                self._sync.send(buckets, servers, encoding)
+                self._sync.send(stream, servers, encoding)
                 self._announce()
             except Exception as error:
-                if buckets.failed:  # the other ranks wait in its collectives, and not in `judge`
+                if gathering:  # the other ranks wait in its collectives, and not in `judge`
                     raise
                 failure = error
                 self.pool.probe()
-        for _ in buckets:  # the other ranks send their shards to the end of the stream
+        for _ in stream:  # the other ranks send their shards to the end of the stream
             pass
         return self._judged(failure, attempt)
 
@@ -312,7 +333,9 @@ class ServedEngine:
         """
 
         def judge() -> bool:
-            if failure is not None and attempt >= _attempts(failure):
+            attempts = SYNC_ATTEMPTS if isinstance(failure, RuntimeError) else 1
+            attempts = MISMATCH_ATTEMPTS if isinstance(failure, WeightMismatch) else attempts
+            if failure is not None and attempt >= attempts:
                 raise failure
             if isinstance(failure, WeightMismatch):
                 self._pool().note_corrupt_sync(failure)
@@ -326,20 +349,75 @@ class ServedEngine:
         return agreed(self.topology, lambda: work() if first else None)[0]  # type: ignore[return-value]
 
 
-class _Gathered(Iterator[WeightBucket]):
-    """The stream of buckets; `failed`: it raised, and not the work on a bucket."""
+class Announcer:
+    """Sends the state of a pool to all worker processes, from a thread, until it is closed."""
 
-    def __init__(self, buckets: Iterable[WeightBucket]) -> None:
-        self._buckets, self.failed = iter(buckets), False
+    def __init__(self, pool: SGLangPool, announce: Announce) -> None:
+        self.pool, self._announce = pool, announce
+        self._lock = threading.Lock()
+        self._sent: Snapshot | None = None
+        self._counts: dict[int, dict[str, float]] = {}  # by process
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="announcer", daemon=True)
+        self._thread.start()
 
-    def __next__(self) -> WeightBucket:
-        try:
-            return next(self._buckets)
-        except StopIteration:
-            raise
-        except Exception:
-            self.failed = True
-            raise
+    def now(self) -> None:
+        """Send a snapshot and take in the reports."""
+        with self._lock:
+            self._sent = snapshot_of(self.pool)
+            busy: Counter[str] = Counter()
+            answers = self._announce(self._sent)
+            concurrent.futures.wait(answers, ANSWER_SECONDS)
+            for answer in answers:
+                if not answer.done():  # any server may have its requests
+                    busy.update(server.name for server in self.pool.servers)
+                elif not answer.exception() and (report := answer.result()) is not None:
+                    busy.update(report.busy)
+                    self._note(report)
+            self.pool.admission.elsewhere = busy
+
+    def counts(self) -> dict[str, float]:
+        """The sum of the pool's counts and those of all processes, also of ended ones."""
+        total: dict[str, float] = self.pool.counts()
+        with self._lock:
+            for counts in self._counts.values():
+                total = {name: value + counts.get(name, 0.0) for name, value in total.items()}
+        return total
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def _note(self, report: Report) -> None:
+        self._counts[report.process] = report.counts
+        for server in self.pool.servers:
+            if server.name in report.doubted and server.weights == report.doubted[server.name]:
+                server.doubt()
+
+    def _work(self) -> None:
+        last = 0.0
+        while not self._closed.wait(SNAPSHOT_SECONDS):
+            if snapshot_of(self.pool) != self._sent or time.monotonic() - last > REPEAT_SECONDS:
+                last = time.monotonic()
+                try:
+                    self.now()
+                except Exception as error:  # else lost with this thread
+                    self.pool.run(self.pool.admission.fail(error))
+                    return
+
+
+def snapshot_of(pool: SGLangPool) -> Snapshot:
+    """The pool's servers as they are now."""
+    interval = pool.router.stream_interval if pool.router is not None else 0
+    views = tuple(map(_view, pool.servers))
+    return Snapshot(pool.admission.run_name, pool.version, str(pool.failure or ""), interval, views)
+
+
+def _view(server: Server) -> ServerView:
+    client = server.client
+    held = (server.state, server.weights, server.version, server.released, server.limits)
+    return ServerView(server.name, client.url, *held, client.stream_interval)
 
 
 def make_sync(pool: SGLangPool, settings: SGLangConfig, model: str, directory: Path) -> WeightSync:
@@ -416,12 +494,3 @@ def write_start(model: Model) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     copy_companions(Path(model.hf_checkpoint), directory)
     (directory / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
-
-
-def _attempts(failure: Exception) -> int:
-    """The number of attempts to send weights after this failure; one if neither the death of a
-    server nor a fault of the network explains it.
-    """
-    if isinstance(failure, WeightMismatch):
-        return MISMATCH_ATTEMPTS
-    return SYNC_ATTEMPTS if isinstance(failure, RuntimeError) else 1

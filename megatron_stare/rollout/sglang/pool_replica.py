@@ -1,7 +1,7 @@
 """The pool of a worker process: it sends requests to servers that rank 0's process keeps alive.
 
 A replica neither starts, restarts nor watches servers. Rank 0 sends it a `Snapshot` whenever
-something changes (sync/announcement.py), and it answers with a `Report` of its own requests.
+something changes (sync/served_engine.py), and it answers with a `Report` of its own requests.
 """
 
 from __future__ import annotations

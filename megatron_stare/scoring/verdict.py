@@ -22,7 +22,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -89,19 +89,22 @@ def unverifiable(reason: str, extracted: str | None = None, kills: int = 0) -> V
 
 
 def as_verdict(result: Any) -> Verdict:
-    """A Verdict as it is; a number as a value, right where it is positive;
-    anything else is unverifiable.
+    """A Verdict whose value is a finite number, or that has none, as it is; a number as a value,
+    right where it is positive; anything else is unverifiable.
     """
-    if isinstance(result, Verdict):
+    if isinstance(result, Verdict) and result.value is None:
         return result
+    given = result.value if isinstance(result, Verdict) else result
     try:
-        value = float(result)
+        value = float(given)
     except Exception:  # of an object's __float__, or OverflowError of a huge integer
         return unverifiable(
-            f"the verifier returned {type(result).__name__}, neither a number nor a Verdict"
+            f"the verifier returned {type(given).__name__}, neither a number nor a Verdict"
         )
     if not math.isfinite(value):
         return unverifiable(f"the verifier returned {value}")
+    if isinstance(result, Verdict):
+        return replace(result, value=value)
     return Verdict(value, "correct" if value > 0 else "wrong")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_stare.config.run import settings as config_settings
 from megatron_stare.scoring.judge import soft_overlong_penalty
-from megatron_stare.scoring.verdict import as_verdict
+from megatron_stare.scoring.verdict import Verdict, as_verdict
 from megatron_stare.scoring.verifiers import (
     SCRIPTS,
     extract,
@@ -168,6 +169,13 @@ class Unready:
 )
 def test_a_reward_that_is_not_a_number_is_unverifiable(result: object) -> None:
     assert as_verdict(result).verdict == "unverifiable" and as_verdict(result).reason
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "yes"])
+def test_a_verdict_whose_value_is_not_a_number_is_unverifiable(value: Any) -> None:
+    """Else one reward of NaN ends the run: every advantage of its group is NaN."""
+    found = as_verdict(Verdict(value, "correct"))
+    assert found.value is None and found.verdict == "unverifiable" and found.reason
 
 
 @pytest.mark.parametrize("unit", ["\\[", "\\(", "\\[x\\(", "$", "$$", "`", "```", "\\[a\\]"])

@@ -1,4 +1,6 @@
-"""The verifier of rows of reasoning-gym (data/sources.py)."""
+"""The verifier of rows of reasoning-gym (data/sources.py). It is apart from the others, because
+`warm_up` is called for a verifier's whole module.
+"""
 
 from __future__ import annotations
 

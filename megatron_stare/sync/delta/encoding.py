@@ -93,9 +93,9 @@ def encode(old: Words, new: Words) -> Block:
         return Block("same", b"", 0)
     few = count <= MOST_FOR_GAPS * len(new)
     gaps = _narrow(numpy.diff(places, prepend=-1) - 1) if few else numpy.packbits(differ)
-    packed = _packed(gaps)
+    packed = _compressed(gaps)
     payload = _HEAD.pack(count, len(packed), gaps.itemsize) + packed
-    payload += _packed(_folded(new[places] - old[places]))
+    payload += _compressed(_folded(new[places] - old[places]))
     if len(payload) >= new.nbytes:
         return Block("full", new.tobytes(), count)
     return Block("gaps" if few else "mask", payload, count)
@@ -117,14 +117,14 @@ def apply(coding: str, payload: bytes | memoryview, words: Words) -> None:
         raise Damaged(f"{count} changes, in gaps of {width} bytes, of {len(words)} words")
     listed, moves = payload[_HEAD.size :][:length], payload[_HEAD.size :][length:]
     if coding == "gaps":
-        gaps = _unpacked(listed, count, numpy.dtype(_WORDS[width]))
+        gaps = _decompressed(listed, count, numpy.dtype(_WORDS[width]))
         places = numpy.cumsum(gaps.astype(numpy.int64) + 1) - 1
     else:
-        mask = _unpacked(listed, -(-len(words) // 8), numpy.dtype(numpy.uint8))
+        mask = _decompressed(listed, -(-len(words) // 8), numpy.dtype(numpy.uint8))
         places = numpy.flatnonzero(numpy.unpackbits(mask, count=len(words)))
     if len(places) != count or (count and not 0 <= places[-1] < len(words)):
         raise Damaged(f"its {count} changes lie outside the {len(words)} words of their block")
-    words[places] += _unfolded(_unpacked(moves, count, words.dtype))
+    words[places] += _unfolded(_decompressed(moves, count, words.dtype))
 
 
 def _folded(moves: Words) -> Words:
@@ -144,14 +144,14 @@ def _narrow(gaps: Words) -> Words:
     return cast(Words, gaps.astype(_WORDS[size]))
 
 
-def _packed(words: Words) -> bytes:
+def _compressed(words: Words) -> bytes:
     """All first bytes, then all second ones, and so on, compressed."""
     planes = words.view(numpy.uint8).reshape(-1, words.itemsize).T
     return zlib.compress(numpy.ascontiguousarray(planes), _LEVEL)
 
 
-def _unpacked(content: bytes | memoryview, count: int, kind: numpy.dtype[Any]) -> Words:
-    """`count` words of what `_packed` made. Never holds more than they take."""
+def _decompressed(content: bytes | memoryview, count: int, kind: numpy.dtype[Any]) -> Words:
+    """`count` words of what `_compressed` made. Never holds more than they take."""
     size = count * kind.itemsize
     reader = zlib.decompressobj()
     try:

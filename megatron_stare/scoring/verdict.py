@@ -94,7 +94,7 @@ def as_verdict(result: Any) -> Verdict:
     """
     if isinstance(result, Verdict) and result.value is None:
         return result
-    given = result.value if isinstance(result, Verdict) else result
+    given: Any = result.value if isinstance(result, Verdict) else result
     try:
         value = float(given)
     except Exception:  # of an object's __float__, or OverflowError of a huge integer

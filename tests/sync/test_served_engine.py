@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -131,3 +132,35 @@ def test_servers_that_would_start_from_fp8_weights_are_refused_before_they_start
         served_engine.served_model(config, byte_tokenizer())
     attached = override(config, ["sglang.urls=[http://node1:30000]"])
     assert served_engine.served_model(attached, byte_tokenizer()).directory == str(file.parent)
+
+
+@pytest.mark.parametrize("failing", ["weights", "server"])
+def test_an_error_of_the_weights_is_raised_and_one_of_a_server_is_not(
+    failing: str, topology: Topology
+) -> None:
+    """After a server's fault the other ranks' shards are gathered to the end."""
+    given: list[str] = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in "abcd":
+            if name == "c" and failing == "weights":
+                raise KeyError("a shard")
+            given.append(name)
+            yield name, torch.zeros(2)
+
+    def send(buckets: Iterator[object], *_: object) -> None:
+        for _bucket in buckets:
+            if failing == "server":
+                raise RuntimeError("a server")
+
+    engine = object.__new__(served_engine.ServedEngine)
+    engine.topology, engine.pool, engine._announcer = topology, Mock(), None
+    engine._hands_out, engine._bucket_bytes, engine._weights = False, 8, weights()
+    engine._sync = Mock(send=send)
+    if failing == "weights":
+        with pytest.raises(KeyError, match="a shard"):
+            engine._send_weights([], attempt=1)
+        assert not engine.pool.probe.called
+    else:
+        assert not engine._send_weights([], attempt=1)
+        assert engine.pool.probe.called and given == ["a", "b", "c", "d"]

@@ -42,8 +42,8 @@ LAYERS: dict[str, list[set[str]]] = {
         {"checkpoints"},
     ],
     "rollout": [
-        {"__init__", "engine", "stops", "decode_attention", "sandbox", "chat_template"},
-        {"episode_engine", "sampling", "packed_weights", "applied_adapters"},
+        {"__init__", "engine", "embedded_model", "sandbox", "chat_template"},
+        {"episode_engine"},
         {"embedded", "sglang", "tools"},
         {"agents"},
     ],

@@ -9,8 +9,6 @@ Shape legend: B sequences still decoding, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,18 +19,22 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.numerics.token_stats import tile_of
-from megatron_stare.records import Rollout, RoutingShape, Status
-from megatron_stare.rollout import decode_attention
-from megatron_stare.rollout.applied_adapters import PREFIX, AppliedAdapters
-from megatron_stare.rollout.engine import Limits, Request, SamplingParams
-from megatron_stare.rollout.packed_weights import pack_linear_layers
-from megatron_stare.rollout.sampling import next_tokens
-from megatron_stare.rollout.stops import stop_ids
+from megatron_stare.records import Rollout, Status
+from megatron_stare.rollout.embedded_model import (
+    ADAPTER_PREFIX,
+    AppliedAdapters,
+    build_model,
+    empty_cache,
+    noted_choices,
+    places_of,
+)
+from megatron_stare.rollout.engine import Limits, Request, SamplingParams, still_open, stop_ids
 
 _REPLACING_SECONDS = 1e-3
+ROWS = 8  # sampled at a time on a CPU
+BLOCK = 256  # tokens
 
 
 @dataclass(eq=False)
@@ -89,17 +91,8 @@ class EmbeddedEngine:
         fp32_logits: bool = False,
         adapter_scale: float = 1.0,
     ) -> None:
-        whole = AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True)
-        config = whole.get_text_config()  # of a vision-language model
-        config.tie_word_embeddings = config.tie_word_embeddings or whole.tie_word_embeddings
-        if device.type == "cpu":
-            config._attn_implementation = decode_attention.NAME
-        self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
-        if device.type == "cpu":
-            pack_linear_layers(self.model)
-        if fp32_logits:
-            head = self.model.get_output_embeddings()
-            head.forward = functools.partial(_fp32_logits, head)
+        self.model = build_model(hf_checkpoint, dtype, device, fp32_logits)
+        config = self.model.config
         self.adapters = AppliedAdapters(self.model, adapter_scale)
         self.tokenizer, self.batch_size = tokenizer, batch_size
         self.device, self.sources = device, sources
@@ -125,9 +118,9 @@ class EmbeddedEngine:
         self._replacing.set()
         try:
             with self._weights, torch.no_grad():
-                missing = dict([*_places(self.model), *self.adapters.places()])
+                missing = dict([*places_of(self.model), *self.adapters.places()])
                 for name, tensor in weights:
-                    if name.startswith(PREFIX) and name not in missing:
+                    if name.startswith(ADAPTER_PREFIX) and name not in missing:
                         self.adapters.add(name, tensor)
                         continue
                     if name not in missing:
@@ -139,7 +132,7 @@ class EmbeddedEngine:
                     raise RuntimeError(f"weight sync never sent {', '.join(sorted(missing))}")
                 self.version = version
                 if self.follower is not None:
-                    self.follower([*_places(self.model), *self.adapters.places()], version)
+                    self.follower([*places_of(self.model), *self.adapters.places()], version)
         finally:
             self._replacing.clear()
 
@@ -160,9 +153,7 @@ class EmbeddedEngine:
     def wait(self, futures: Sequence[Future[Any]]) -> None:
         """Wait until all are done; raise the first failure."""
         wait(futures, return_when=FIRST_EXCEPTION)
-        for future in futures:
-            if future.done():
-                future.result()
+        still_open(futures)
 
     def release_memory(self) -> None:
         """Nothing to do: the memory is the trainer's own."""
@@ -214,7 +205,7 @@ class EmbeddedEngine:
         caches must be computed again.
         """
         version = self.version
-        cache = decode_attention.empty_cache(self.model.config, growing=self.device.type == "cpu")
+        cache = empty_cache(self.model.config, growing=self.device.type == "cpu")
         known, row_B = _beginnings(live)  # a group's prompt is read once
         token_BS, mask_BS = self._left_padded(known)
         position_B, position_BS = mask_BS.sum(1), (mask_BS.cumsum(1) - 1).clamp(min=0)
@@ -331,22 +322,6 @@ class EmbeddedEngine:
         )
 
 
-@contextlib.contextmanager
-def noted_choices(model: torch.nn.Module, shape: RoutingShape | None) -> Iterator[list[Tensor]]:
-    """The experts that each router chooses while the model runs once, [positions, K], by layer."""
-    found: list[Tensor] = []
-    handles = []
-    for layer in shape.layers if shape else ():
-        router = model.get_submodule(f"model.layers.{layer}.mlp.gate")
-        # (logits, weights, numbers) of the chosen
-        handles.append(router.register_forward_hook(lambda *call: found.append(call[-1][2])))
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _route(
     live: list[_Sequence], choices: list[Tensor], shape_BS: torch.Size, row_B: Tensor | None
 ) -> None:
@@ -399,29 +374,74 @@ def _of_one_prompt(pair: list[_Sequence]) -> bool:
     return pair[0].request.seed[:-1] == pair[1].request.seed[:-1]
 
 
-_ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
+def next_tokens(
+    logits_BV: Tensor, uniform_B: Tensor, params: SamplingParams
+) -> tuple[Tensor, Tensor]:
+    """The next token of each sequence and its log-prob, by `likeliest` or `sample`.
 
-
-def _places(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each checkpoint tensor's destination: its parameter, or its slice of one.
-
-    transformers holds a layer's experts as gate_up_proj [E, 2F, H] and down_proj [E, H, F], which
-    its checkpoints name expert by expert.
+    On a CPU few rows at a time: new memory for all of them takes several times as long as the
+    arithmetic.
     """
-    yield from (each for each in model.named_buffers() if each[0].endswith(_ROUTER_BIAS))
-    for name, parameter in model.named_parameters():
-        prefix, marker, matrix = name.partition(".mlp.experts.")
-        if not marker:
-            yield name, parameter
-            continue
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[matrix]
-        for expert, weight in enumerate(parameter):
-            for part, rows in zip(parts, weight.chunk(len(parts)), strict=True):
-                yield f"{prefix}{marker}{expert}.{part}.weight", rows
+    rows = ROWS if logits_BV.device.type == "cpu" else len(logits_BV)
+    parts = [
+        likeliest(logits)
+        if params.greedy
+        else sample(logits, uniform, params.temperature, params.top_p, params.top_k)
+        for logits, uniform in zip(logits_BV.split(rows), uniform_B.split(rows), strict=True)
+    ]
+    token_B, logprob_B = (torch.cat(part) for part in zip(*parts, strict=True))
+    return token_B, logprob_B
 
 
-def _fp32_logits(head: Any, hidden_BSH: Tensor) -> Tensor:
-    """[B, S, V], the logits of an output layer without bias, as fp32 sums."""
-    hidden_NH = hidden_BSH.flatten(0, 1)
-    workspace = hidden_NH.new_empty(len(hidden_NH) * len(head.weight), dtype=torch.float32)
-    return tile_of(workspace, hidden_NH, head.weight).view(*hidden_BSH.shape[:2], -1)
+def likeliest(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of the most likely tokens, and its ln softmax(logits): greedy sampling."""
+    logprob_B, token_B = torch.log_softmax(logits_BV.float(), dim=-1).max(-1)
+    return token_B, logprob_B
+
+
+def sample(
+    logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float, top_k: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Token and log-prob by inverse cumulative distribution at `uniform_B` in [0, 1).
+
+    The log-prob is ln softmax(logits / temperature) of the full vocabulary. top_p < 1 keeps the
+    smallest set of most likely tokens whose mass (of the full vocabulary) reaches top_p, top_k > 0
+    at most this many of them, of equal ones the first; what is sampled lies in both.
+    """
+    logprob_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
+    if top_p >= 1 and not 0 < top_k < logprob_BV.shape[-1]:
+        token_B = _inverse_by_blocks(logprob_BV.exp(), uniform_B)
+        return token_B, logprob_BV.gather(-1, token_B[:, None])[:, 0]
+    ordered_BV, order_BV = logprob_BV.double().exp().sort(dim=-1, descending=True, stable=True)
+    if top_p < 1:
+        before_BV = ordered_BV.cumsum(-1) - ordered_BV
+        ordered_BV = ordered_BV.where(before_BV < top_p, 0.0)
+    if top_k > 0:
+        ordered_BV[:, top_k:] = 0.0
+    weight_BV = torch.zeros_like(ordered_BV).scatter(-1, order_BV, ordered_BV)
+    token_B = _inverse(weight_BV, uniform_B * weight_BV.sum(-1))
+    return token_B, logprob_BV.gather(-1, token_B[:, None])[:, 0]
+
+
+def _inverse_by_blocks(weight_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """The token at which the cumulative weight passes its share `uniform_B`: first the block of the
+    vocabulary, by sums in fp64, then the token in it.
+    """
+    padded_BV = torch.nn.functional.pad(weight_BV, (0, -weight_BV.shape[1] % BLOCK))
+    block_BNV = padded_BV.unflatten(1, (-1, BLOCK))
+    sum_BN = block_BNV.sum(-1).double()
+    threshold_B = uniform_B * sum_BN.sum(-1)
+    number_B = _inverse(sum_BN, threshold_B)
+    rows_B = torch.arange(len(number_B), device=number_B.device)
+    before_B = sum_BN.cumsum(-1)[rows_B, number_B] - sum_BN[rows_B, number_B]
+    inside_B = _inverse(block_BNV[rows_B, number_B].double(), threshold_B - before_B)
+    return number_B * BLOCK + inside_B
+
+
+def _inverse(weight_BN: Tensor, threshold_B: Tensor) -> Tensor:
+    """The first column with a cumulative weight above the threshold; where rounding finds none, the
+    last one of positive weight.
+    """
+    found_B = torch.searchsorted(weight_BN.cumsum(-1), threshold_B[:, None], right=True)[:, 0]
+    last_B = weight_BN.shape[1] - 1 - (weight_BN > 0).flip(-1).int().argmax(-1)
+    return torch.minimum(found_B, last_B)

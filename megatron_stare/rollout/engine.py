@@ -20,9 +20,12 @@ from megatron_stare.records import Prompt, Rollout, RoutingShape, Status, fixed_
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 # Rounding may raise the log-prob of a certain token a little above 0.
 LARGEST_LOGPROB = 1e-3
+# SGLang stops at these ends of a turn without any configuration, and calls the response complete.
+_TURN_ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 _ODD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: its multiples lie far apart
 
 
@@ -147,6 +150,33 @@ class Limits:
                 f"prompt ids must be non-empty and lie in [0, {self.vocab_size}); got "
                 f"{prompt[:8].tolist()}...; the tokenizer does not belong to this model"
             )
+
+
+def stop_ids(hf_checkpoint: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every id that ends a response: the tokenizer's, config.json's and generation_config.json's,
+    and those of the vocabulary's own turn ends.
+    """
+    from transformers import AutoConfig, GenerationConfig  # takes seconds
+
+    config = AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True).get_text_config()
+    try:
+        generation = GenerationConfig.from_pretrained(hf_checkpoint, local_files_only=True)
+    except OSError:
+        generation = GenerationConfig()
+    found: list[int] = []
+    for value in (
+        tokenizer.eos_token_id,
+        getattr(config, "eos_token_id", None),
+        generation.eos_token_id,
+    ):
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    if not found:
+        raise UserError(
+            f"{hf_checkpoint}: no eos_token_id in tokenizer, config.json or "
+            "generation_config.json; set one"
+        )
+    added = tokenizer.get_added_vocab()
+    return frozenset(found) | {added[text] for text in _TURN_ENDS if text in added}
 
 
 def ids_of(values: Sequence[Any] | numpy.ndarray) -> numpy.ndarray:

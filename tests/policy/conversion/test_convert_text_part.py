@@ -26,7 +26,7 @@ from megatron_stare.policy.huggingface.families import megatron_fields
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.embedded import EmbeddedEngine
-from megatron_stare.rollout.stops import stop_ids
+from megatron_stare.rollout.engine import stop_ids
 from tests.policy.conversion.conftest import make, refused
 from tests.policy.conversion.test_convert import assert_same_files
 from tests.tiny_models import byte_tokenizer, tiny_config

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from megatron_stare.config import SGLangConfig
 from megatron_stare.records import Rollout
-from megatron_stare.rollout.engine import Request, SamplingParams, State
+from megatron_stare.rollout.engine import Request, SamplingParams, State, stop_ids
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model, Server, read_config
-from megatron_stare.rollout.stops import stop_ids
 from megatron_stare.sync.weight_sync import WeightSync, in_buckets
 from tests.tiny_models import byte_tokenizer, tiny_config, write_checkpoint
 

@@ -26,6 +26,7 @@ from megatron_stare.rollout.engine import (
     check_answer,
     ids_of,
     logprobs_of,
+    stop_ids,
 )
 from megatron_stare.rollout.sglang import requests as runner
 from megatron_stare.rollout.sglang.admission import prefix_of, rank
@@ -33,7 +34,6 @@ from megatron_stare.rollout.sglang.answers import Answer, Received, read_answer
 from megatron_stare.rollout.sglang.client import ServerFault, ServerInfo
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model
-from megatron_stare.rollout.stops import stop_ids
 from megatron_stare.scoring.advantages import with_advantages
 from megatron_stare.scoring.judge import Judge, judgement_metrics
 from tests.rollout.sglang.idle import idle_pool, tiny_model

@@ -17,11 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from megatron_stare.config import Config, SGLangConfig, override
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Rollout
-from megatron_stare.rollout.engine import Request, SamplingParams
+from megatron_stare.rollout.engine import Request, SamplingParams, stop_ids
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess, server_command
 from megatron_stare.rollout.sglang.server import Model, read_config
-from megatron_stare.rollout.stops import stop_ids
 from megatron_stare.sync.served_engine import ServedEngine, make_sync
 from tests.conftest import SGLANG_PYTHON
 from tests.rollout.sglang.idle import send_weights

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron_stare.rollout.embedded import ROWS, likeliest, next_tokens, sample
 from megatron_stare.rollout.engine import SamplingParams
-from megatron_stare.rollout.sampling import ROWS, likeliest, next_tokens, sample
 
 
 def naive_sample(logits, uniform, temperature, top_p, top_k=0):

@@ -42,8 +42,8 @@ LAYERS: dict[str, list[set[str]]] = {
         {"checkpoints"},
     ],
     "rollout": [
-        {"__init__", "engine", "embedded_model", "sandbox", "chat_template"},
-        {"episode_engine"},
+        {"__init__", "engine", "embedded_model", "sandbox"},
+        {"episodes"},
         {"embedded", "sglang", "tools"},
         {"agents"},
     ],

@@ -27,7 +27,7 @@ from megatron_stare.rollout.agents.hosts import HostLost, Hosts
 from megatron_stare.rollout.agents.rendering import Renderer
 from megatron_stare.rollout.agents.session import AgentSession
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
-from megatron_stare.rollout.episode_engine import EpisodeEngine, Seed, own_tokenizer
+from megatron_stare.rollout.episodes import EpisodeEngine, Seed
 from megatron_stare.rollout.tools.calls import FORMATS
 from megatron_stare.system import raise_file_limit
 
@@ -46,12 +46,12 @@ class AgentEngine(EpisodeEngine):
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """`variables`: of the chat template."""
+        super().__init__(engine, tokenizer, "agent-engine")
         self.settings, self.context_length = settings, context_length
-        self.renderer = Renderer(own_tokenizer(tokenizer), FORMATS[settings.format], variables)
         self._sessions: dict[Seed, AgentSession] = {}
         self._tasks: dict[Seed, asyncio.Task[Any]] = {}
-        super().__init__(engine, "agent-engine")
         try:
+            self.renderer = Renderer(self.tokenizer, FORMATS[settings.format], variables)
             self._thread.run(self._start())
         except BaseException:
             self._thread.stop()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_stare.rollout.agents.chat import (
+    Dialect,
     ModelAnswer,
     ModelCall,
     count_of,
@@ -18,7 +19,6 @@ from megatron_stare.rollout.agents.chat import (
 from megatron_stare.rollout.agents.messages import BadCall, Message, checked
 from megatron_stare.rollout.tools.calls import Tool
 
-HEARTBEAT = 'event: ping\ndata: {"type": "ping"}\n\n'
 IGNORED = ("temperature", "top_p", "top_k", "thinking")
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # Arguments that are no JSON object, which this dialect has no place for.
@@ -58,7 +58,6 @@ def body_of(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
 
 
 def events_of(call: ModelCall, answer: ModelAnswer) -> Iterator[str]:
-    """The events of an answer's stream; put together they are the JSON of `body_of`."""
     whole = body_of(call, answer)
     begun = {**whole, "content": [], "stop_reason": None}
     yield named_event("message_start", message=begun)
@@ -151,3 +150,6 @@ def _call_of(block: Mapping[str, Any]) -> dict[str, Any]:
     text = given[_RAW] if isinstance(given, dict) and set(given) == {_RAW} else json.dumps(given)
     function = {"name": str(block.get("name") or ""), "arguments": text}
     return {"id": block.get("id"), "type": "function", "function": function}
+
+
+ANTHROPIC = Dialect(read, body_of, events_of, error_event, named_event("ping"))

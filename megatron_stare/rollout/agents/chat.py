@@ -1,16 +1,23 @@
-"""OpenAI's chat completions: a request as a ModelCall, and an answer as JSON or events."""
+"""The form of calls that all dialects of the endpoint share, and two dialects: OpenAI's chat
+completions, and vLLM's of token ids, in which the client has rendered the prompt:
+
+    POST /inference/v1/generate  {"token_ids": [...], "sampling_params": {"max_tokens": n}}
+    ->  {"choices": [{"token_ids", "logprobs": {"content": [{"token": "token_id:7", "logprob"}]}}]}
+
+A prompt that begins with an earlier call's prompt and answer continues it. `tokenize` of the
+endpoint renders messages for clients of chat/completions/tokens, which is chat with `tokens`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_stare.rollout.agents.messages import BadCall, Message, checked
 from megatron_stare.rollout.tools.calls import Tool
 
-HEARTBEAT = ": waiting\n\n"
 # Training owns these; a client's values are counted and have no effect.
 IGNORED = (
     "temperature",
@@ -25,6 +32,7 @@ IGNORED = (
     "response_format",
     "chat_template_kwargs",
 )
+_IGNORED_WITH_IDS = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -59,9 +67,21 @@ class ModelAnswer:
     texts: list[str]  # theirs, if the call asks for log-probs
 
 
+@dataclass(frozen=True)
+class Dialect:
+    """How one kind of clients asks and is answered."""
+
+    # The call of a request's body. BadCall: it asks for what cannot be had.
+    read: Callable[[Mapping[str, Any]], ModelCall]
+    body_of: Callable[[ModelCall, ModelAnswer], dict[str, Any]]  # the JSON of an answer
+    # An answer's stream; its pieces put together are the JSON of `body_of`.
+    events_of: Callable[[ModelCall, ModelAnswer], Iterator[str]]
+    error_event: Callable[[Mapping[str, Any]], str]  # an error after the stream has begun
+    heartbeat: str = ": waiting\n\n"  # in a stream, while the answer is not there
+
+
 def read(body: Mapping[str, Any]) -> ModelCall:
-    """The call of a request's body. BadCall: it asks for what cannot be had."""
-    refuse_several(body)
+    _refuse_several(body)
     tools = body.get("tools") or ()
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -75,7 +95,7 @@ def read(body: Mapping[str, Any]) -> ModelCall:
         stop_texts(body.get("stop")),
         ignored=ignored_of(body, IGNORED, choice),
         logprobs=bool(body.get("logprobs")),
-        prompt_ids=ids_of(body, "tokens"),
+        prompt_ids=_ids_of(body, "tokens"),
         return_ids=bool(body.get("return_token_ids")),
         **delivery_of(body),
     )
@@ -94,7 +114,7 @@ def ignored_of(
     return (*given, *(["tool_choice"] if choice not in (None, "auto", "none") else []))
 
 
-def refuse_several(settings: Mapping[str, Any]) -> None:
+def _refuse_several(settings: Mapping[str, Any]) -> None:
     """BadCall: more than one answer is asked for."""
     if settings.get("n") not in (None, 1):
         raise BadCall(f"n={settings['n']!r}: one answer per call; ask again for another")
@@ -112,7 +132,7 @@ def count_of(body: Mapping[str, Any], *names: str) -> int | None:
     return None
 
 
-def ids_of(body: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
+def _ids_of(body: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
     """The token ids that a client gives; None: it gives none. BadCall: they are not token ids."""
     found = body.get(name)
     if found is None:
@@ -132,7 +152,6 @@ def stop_texts(value: Any) -> tuple[str, ...]:
 
 
 def body_of(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
-    """The JSON of an answer."""
     choice: dict[str, Any] = {
         "index": 0,
         "message": answer.message,
@@ -160,7 +179,6 @@ def body_of(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
 
 
 def events_of(call: ModelCall, answer: ModelAnswer) -> Iterator[str]:
-    """The lines of an answer's stream; its pieces joined are the JSON of `body_of`."""
     common = {
         "id": f"chatcmpl-{answer.id}",
         "object": "chat.completion.chunk",
@@ -185,7 +203,6 @@ def events_of(call: ModelCall, answer: ModelAnswer) -> Iterator[str]:
 
 
 def error_event(content: Mapping[str, Any]) -> str:
-    """An error after the stream has begun."""
     return f"data: {json.dumps(content)}\n\n"
 
 
@@ -208,3 +225,40 @@ def _usage(answer: ModelAnswer) -> dict[str, int]:
         "completion_tokens": len(answer.ids),
         "total_tokens": len(answer.prompt_ids) + len(answer.ids),
     }
+
+
+def _read_ids(body: Mapping[str, Any]) -> ModelCall:
+    params = body.get("sampling_params") or {}
+    ids = _ids_of(body, "token_ids")
+    if ids is None or not isinstance(params, dict):
+        raise BadCall("token_ids must be a list of token ids, and sampling_params an object")
+    _refuse_several(params)
+    return ModelCall(
+        [],
+        max_tokens=count_of(params, "max_tokens"),
+        ignored=ignored_of(params, _IGNORED_WITH_IDS),
+        prompt_ids=ids,
+        **delivery_of(body),
+    )
+
+
+def _ids_body(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
+    pairs = zip(answer.ids, answer.values, strict=True)
+    content = [{"token": f"token_id:{one}", "logprob": value} for one, value in pairs]
+    reason = "length" if answer.finish_reason == "length" else "stop"
+    choice = {
+        "index": 0,
+        "token_ids": answer.ids,
+        "logprobs": {"content": content},
+        "finish_reason": reason,
+    }
+    return {"request_id": answer.id, "choices": [choice]}
+
+
+def _ids_events(call: ModelCall, answer: ModelAnswer) -> Iterator[str]:
+    yield f"data: {json.dumps(_ids_body(call, answer))}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+CHAT = Dialect(read, body_of, events_of, error_event)
+TOKEN_IDS = Dialect(_read_ids, _ids_body, _ids_events, error_event)

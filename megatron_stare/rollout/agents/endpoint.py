@@ -19,26 +19,26 @@ import json
 import socket
 from collections import Counter
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from aiohttp import web
 
 from megatron_stare.config import UserError
-from megatron_stare.rollout.agents import anthropic, chat, responses, tokens
+from megatron_stare.rollout.agents.anthropic import ANTHROPIC
+from megatron_stare.rollout.agents.chat import CHAT, TOKEN_IDS, Dialect, ModelCall, error_of
 from megatron_stare.rollout.agents.messages import BadCall
+from megatron_stare.rollout.agents.responses import RESPONSES
 from megatron_stare.rollout.agents.session import ENDED, AgentSession, Delivery
-from megatron_stare.rollout.episode_engine import EngineFailed
+from megatron_stare.rollout.episodes import EngineFailed
 
 MOST_BODY = 256 << 20  # bytes: histories of long episodes come whole with every call
 MOST_KEYS = 65_536  # closed sessions whose late calls get 409; calls of older ones get 401
-# Each has HEARTBEAT, read, body_of, events_of and error_event; see chat.py.
-DIALECTS: dict[str, ModuleType] = {
-    "v1/chat/completions": chat,
-    "v1/chat/completions/tokens": chat,
-    "v1/responses": responses,
-    "v1/messages": anthropic,
-    "inference/v1/generate": tokens,
+DIALECTS = {
+    "v1/chat/completions": CHAT,
+    "v1/chat/completions/tokens": CHAT,
+    "v1/responses": RESPONSES,
+    "v1/messages": ANTHROPIC,
+    "inference/v1/generate": TOKEN_IDS,
 }
 # A client that lost its connection may ask again before the loop has noticed the end of that
 # connection. After this time and five rounds the loop has noticed it: on a busy host one round may
@@ -97,13 +97,13 @@ class Endpoint:
         if len(self._over) > MOST_KEYS:
             del self._over[next(iter(self._over))]
 
-    async def _answer(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         body = await request.text()
         found = self._session(request, body)
         if isinstance(found, web.Response):
             return found
         try:
-            call: chat.ModelCall = dialect.read(_json(body))
+            call: ModelCall = dialect.read(_json(body))
             retries = int(request.headers.get("x-stainless-retry-count") or 0)
             alive = _liveness(request)
             if found.knows(body):
@@ -129,9 +129,9 @@ class Endpoint:
         if isinstance(found, web.Response):
             return found
         try:
-            read = anthropic.read if request.path.endswith("count_tokens") else chat.read
+            dialect = ANTHROPIC if request.path.endswith("count_tokens") else CHAT
             asked = _json(body)
-            call = read(asked)
+            call = dialect.read(asked)
             begin = asked.get("add_generation_prompt", True) is not False
             ids = found.renderer.prompt(call.messages, call.tools, begin).tolist()
         except BadCall as error:
@@ -161,14 +161,14 @@ class Endpoint:
                 return self._late(session.ended if session else "")
             return session
         self.counts["unknown_keys"] += 1
-        error = chat.error_of("this API key names no episode", "invalid_api_key")
+        error = error_of("this API key names no episode", "invalid_api_key")
         return web.json_response(error, status=401, headers=_NO_RETRY)
 
     def _late(self, limit: str) -> web.Response:
         if limit:
             return _refused(BadCall(f"the episode has used up {limit}", ENDED))
         self.counts["late_calls"] += 1
-        error = chat.error_of("the episode is over", ENDED)
+        error = error_of("the episode is over", ENDED)
         return web.json_response(error, status=409, headers=_NO_RETRY)
 
 
@@ -197,14 +197,14 @@ def _liveness(request: web.Request) -> Callable[[], bool]:
 
 
 def _refused(error: BadCall) -> web.Response:
-    content = chat.error_of(str(error), error.code)
+    content = error_of(str(error), error.code)
     return web.json_response(content, status=400, headers=_NO_RETRY)
 
 
 def _failed(error: BaseException) -> web.Response:
     if isinstance(error, BadCall):
         return _refused(error)
-    content = chat.error_of(f"the model cannot answer ({type(error).__name__})", "engine_failed")
+    content = error_of(f"the model cannot answer ({type(error).__name__})", "engine_failed")
     return web.json_response(content, status=500, headers=_NO_RETRY)
 
 
@@ -216,8 +216,8 @@ async def _until_done(delivery: Delivery, seconds: float) -> bool:
 
 async def _answered(
     request: web.Request,
-    dialect: ModuleType,
-    call: chat.ModelCall,
+    dialect: Dialect,
+    call: ModelCall,
     delivery: Delivery,
     seconds: float,
 ) -> web.StreamResponse:
@@ -230,7 +230,7 @@ async def _answered(
         response.headers["Cache-Control"] = "no-cache"
         if not await _until_done(delivery, min(seconds, 0.05)):
             await response.prepare(request)
-    heartbeat = dialect.HEARTBEAT if call.stream else " "
+    heartbeat = dialect.heartbeat if call.stream else " "
     while not await _until_done(delivery, seconds):
         await response.prepare(request)
         await response.write(heartbeat.encode())
@@ -241,7 +241,7 @@ async def _answered(
             return _failed(error)
         if call.stream:
             code = error.code if isinstance(error, BadCall) else "engine_failed"
-            event = dialect.error_event(chat.error_of(str(error), code))
+            event = dialect.error_event(error_of(str(error), code))
             await response.write(event.encode())
         elif request.transport is not None:  # None: the client has left
             request.transport.abort()

@@ -25,7 +25,7 @@ from megatron_stare.rollout.agents.messages import (
     reasoning_of,
     text_of,
 )
-from megatron_stare.rollout.chat_template import ChatTemplate, TemplateError, readable
+from megatron_stare.rollout.episodes import ChatTemplate, TemplateError, readable
 from megatron_stare.rollout.tools.calls import CALL, Tool, ToolFormat
 
 _RAW_ARGUMENTS = re.compile(r'"arguments"\s*:\s*(.*)\}\s*\Z', re.DOTALL)

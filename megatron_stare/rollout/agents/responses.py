@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_stare.rollout.agents.chat import (
-    HEARTBEAT,
+    Dialect,
     ModelAnswer,
     ModelCall,
     count_of,
@@ -22,7 +22,6 @@ from megatron_stare.rollout.agents.chat import (
 from megatron_stare.rollout.agents.messages import BadCall, Message, checked
 from megatron_stare.rollout.tools.calls import Tool
 
-__all__ = ["HEARTBEAT", "body_of", "error_event", "events_of", "read"]
 IGNORED = ("temperature", "top_p", "reasoning", "text", "truncation")
 
 
@@ -55,7 +54,6 @@ def body_of(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
 
 
 def events_of(call: ModelCall, answer: ModelAnswer) -> Iterator[str]:
-    """The events of an answer's stream; the last one holds the JSON of `body_of`."""
     number = -1
 
     def event(kind: str, **fields: Any) -> str:
@@ -193,3 +191,6 @@ def _add(messages: list[Message], item: Any) -> None:
         messages.append(turn)
     else:
         own |= {name: value for name, value in turn.items() if value is not None}
+
+
+RESPONSES = Dialect(read, body_of, events_of, error_event)

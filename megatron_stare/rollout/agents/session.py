@@ -19,7 +19,7 @@ from megatron_stare.rollout.agents.messages import BadCall, Message
 from megatron_stare.rollout.agents.rendering import Renderer
 from megatron_stare.rollout.agents.tree import CallTree, Node
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
-from megatron_stare.rollout.episode_engine import EngineFailed
+from megatron_stare.rollout.episodes import EngineFailed
 from megatron_stare.system import digest
 
 ENDED = "session_ended"  # the code of an error: a limit is reached, or the episode is over

@@ -33,9 +33,15 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import ToolsConfig, UserError
 from megatron_stare.records import Rollout
-from megatron_stare.rollout.chat_template import ChatTemplate, TemplateError, readable
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
-from megatron_stare.rollout.episode_engine import EngineFailed, EpisodeEngine, Seed, own_tokenizer
+from megatron_stare.rollout.episodes import (
+    ChatTemplate,
+    EngineFailed,
+    EpisodeEngine,
+    Seed,
+    TemplateError,
+    readable,
+)
 from megatron_stare.rollout.sandbox.interpreter import SandboxError
 from megatron_stare.rollout.tools.calls import FORMATS
 from megatron_stare.rollout.tools.environment import (
@@ -63,9 +69,8 @@ class ToolEngine(EpisodeEngine):
         release: Callable[[], None] = lambda: None,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        super().__init__(engine, "tool-engine")
-        self.make, self.tokenizer = make, own_tokenizer(tokenizer)
-        self.settings, self.release = settings, release
+        super().__init__(engine, tokenizer, "tool-engine")
+        self.make, self.settings, self.release = make, settings, release
         self.form = FORMATS[settings.format]
         self.answer = _compiled(settings.answer_pattern)
         self.messages = ToolMessages(self.tokenizer, settings.response, variables)

@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.compare.worlds.calculator import tool_tokenizer
-from megatron_stare.rollout.chat_template import ChatTemplate, TemplateError
+from megatron_stare.rollout.episodes import ChatTemplate, TemplateError
 
 SAID = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 RESULT = [{"role": "tool", "content": "42"}]

@@ -1,20 +1,108 @@
-"""Messages to token ids by a tokenizer's chat template.
+"""The common parts of the engines of episodes, with tools or of agents: an engine over another one,
+whose requests are episodes, and the tokens of messages by the chat template.
 
-The tokens of a model's turn are never rendered again: only what follows the turn is. Special tokens
-in what users, tools and systems say stay text: only the template can end or open a turn.
+An episode is a coroutine in one thread of its own, and asks the engine below many times. The tokens
+of a model's turn are never rendered again: only what follows the turn is. Special tokens in what
+users, tools and systems say stay text: only the template can end or open a turn.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
 
 import jinja2
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from megatron_stare.event_loop import EventLoopThread
+from megatron_stare.records import Rollout
+from megatron_stare.rollout.engine import Engine, Request, SamplingParams
+
+log = logging.getLogger(__name__)
+
 _TURN, _MARK = "%turn%", "%content{}%"
+
+Seed = tuple[int, ...]
+
+
+class EngineFailed(Exception):
+    """The engine below raised `cause`: a fault of the system, not of the episode."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+class EpisodeEngine:
+    """Implements rollout.engine.Engine over `engine`. A subclass plays an episode in `_play` and
+    ends episodes in `_abort`; both run in the thread `name`.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+        self.engine = engine
+        # A copy: a fast tokenizer raises "Already borrowed" where two threads encode with it.
+        self.tokenizer = copy.deepcopy(tokenizer)
+        self._thread = EventLoopThread(name)
+        self._warned: set[str] = set()
+
+    async def _play(self, request: Request, params: SamplingParams) -> Rollout:
+        raise NotImplementedError
+
+    def _abort(self, seeds: set[Seed] | None) -> None:
+        raise NotImplementedError
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    @property
+    def sources(self) -> int:
+        return self.engine.sources
+
+    def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
+        """One future per episode. A request with a part starts again: the environment or the agent
+        of the part no longer exists.
+        """
+        whole = [dataclasses.replace(request, part=None) for request in requests]
+        return [self._thread.submit(self._play(request, params)) for request in whole]
+
+    def wait(self, futures: Sequence[Future[Any]]) -> None:
+        self.engine.wait(futures)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load weights into the engine below; episodes continue under them."""
+        self.engine.load_weights(weights, version)
+
+    def release_memory(self) -> None:
+        self.engine.release_memory()
+
+    def abort(self, requests: Sequence[Request] | None = None) -> None:
+        """End these episodes, or all: they come back `aborted`, without tokens."""
+        seeds = None if requests is None else {request.seed for request in requests}
+        self._thread.loop.call_soon_threadsafe(self._abort, seeds)
+
+    def _warn(self, cause: str, counter: str, error: object, raised: Any = None) -> None:
+        """Log the first failed episode of each cause; `raised`: with its traceback."""
+        if cause not in self._warned:
+            self._warned.add(cause)
+            log.warning(
+                "an episode failed; such are left out of the loss and counted as episode/%s, and "
+                "this is the first %s: %s",
+                counter,
+                cause,
+                error,
+                exc_info=raised,
+            )
+
+    def counts(self) -> dict[str, float]:
+        return self.engine.counts()
 
 
 class TemplateError(ValueError):

@@ -24,7 +24,7 @@ from megatron_stare.event_loop import cancel
 from megatron_stare.records import Rollout, Status
 from megatron_stare.rollout.agents.endpoint import Endpoint
 from megatron_stare.rollout.agents.hosts import HostLost, Hosts
-from megatron_stare.rollout.agents.rendering import Renderer
+from megatron_stare.rollout.agents.messages import Renderer
 from megatron_stare.rollout.agents.session import AgentSession
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
 from megatron_stare.rollout.episodes import EpisodeEngine, Seed

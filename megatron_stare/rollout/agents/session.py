@@ -15,8 +15,7 @@ import numpy
 from megatron_stare.config import AgentsConfig
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.agents.chat import ModelAnswer, ModelCall
-from megatron_stare.rollout.agents.messages import BadCall, Message
-from megatron_stare.rollout.agents.rendering import Renderer
+from megatron_stare.rollout.agents.messages import BadCall, Message, Renderer
 from megatron_stare.rollout.agents.tree import CallTree, Node
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
 from megatron_stare.rollout.episodes import EngineFailed

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stare.compare.worlds.calculator import CALL_BEGIN, CALL_END, tool_tokenizer
 from megatron_stare.config import AgentsConfig
 from megatron_stare.rollout.agents.endpoint import Endpoint
-from megatron_stare.rollout.agents.rendering import Renderer
+from megatron_stare.rollout.agents.messages import Renderer
 from megatron_stare.rollout.agents.session import AgentSession
 from megatron_stare.rollout.tools.calls import FORMATS
 from tests.rollout.agents.scripted import PARAMS, Scripted, request

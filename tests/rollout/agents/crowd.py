@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
-from megatron_stare.rollout.agents.session import AgentSession, Delivery
-from megatron_stare.rollout.agents.tree import Node
+from megatron_stare.rollout.agents.session import AgentSession, Delivery, Node
 from megatron_stare.rollout.engine import Request, SamplingParams
 from tests.rollout.agents.scripted import PARAMS, Scripted, agents, request
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.agents.messages import Message
-from megatron_stare.rollout.agents.tree import CallTree, Node
+from megatron_stare.rollout.agents.session import CallTree, Node
 
 ASKED: Message = {"role": "user", "content": "go"}
 SERVED: Message = {

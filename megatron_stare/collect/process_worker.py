@@ -50,7 +50,7 @@ from megatron_stare.config import Config, EngineError
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.reporting import heartbeat
-from megatron_stare.rollout.sglang.pool_replica import Report, Snapshot
+from megatron_stare.rollout.sglang.pool import Report, Snapshot
 from megatron_stare.rollout.sglang.weights import bytes_of
 
 log = logging.getLogger(__name__)

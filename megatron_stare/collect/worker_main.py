@@ -48,7 +48,7 @@ from megatron_stare.config import Config, EngineError, UserError
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.reporting import heartbeat
 from megatron_stare.rollout.engine import Engine
-from megatron_stare.rollout.sglang.pool_replica import PoolReplica
+from megatron_stare.rollout.sglang.pool import PoolReplica
 from megatron_stare.scoring.judge import Judge
 
 # Kinds of messages to the trainer: a prompt's judged group, the answer to a call (each with an

@@ -25,10 +25,9 @@ from megatron_stare.rollout.sglang.access import (
     standing_open,
     url_of,
 )
-from megatron_stare.rollout.sglang.launch import launcher
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.process import ServerProcess
-from megatron_stare.rollout.sglang.server import Server
+from megatron_stare.rollout.sglang.server import Server, launcher
 from megatron_stare.sync.delta.relay import RelayServer
 from megatron_stare.sync.served_engine import served_model, write_start
 

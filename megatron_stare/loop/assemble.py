@@ -41,7 +41,7 @@ from megatron_stare.policy.adapters import check as check_adapters
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.problem_scores import EVALUATION, Problem
 from megatron_stare.rollout.engine import Engine
-from megatron_stare.rollout.sglang.pool_replica import PoolReplica
+from megatron_stare.rollout.sglang.pool import PoolReplica
 from megatron_stare.scoring.judge import Judge
 from megatron_stare.sync.served_engine import served_model
 from megatron_stare.system import raise_file_limit

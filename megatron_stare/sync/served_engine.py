@@ -47,9 +47,8 @@ from megatron_stare.records import Rollout
 from megatron_stare.reporting import heartbeat
 from megatron_stare.rollout.engine import Request, SamplingParams, still_open, stop_ids
 from megatron_stare.rollout.sglang.answers import Prefill
-from megatron_stare.rollout.sglang.memory import CACHES, WEIGHTS
-from megatron_stare.rollout.sglang.pool import SGLangPool
-from megatron_stare.rollout.sglang.pool_replica import Report, ServerView, Snapshot
+from megatron_stare.rollout.sglang.health import CACHES, WEIGHTS
+from megatron_stare.rollout.sglang.pool import Report, ServerView, SGLangPool, Snapshot
 from megatron_stare.rollout.sglang.server import Model, Server, read_config
 from megatron_stare.rollout.sglang.weights import WeightMismatch
 from megatron_stare.sync.broadcast import BroadcastTransport

@@ -302,7 +302,7 @@ SGLANG = {
         "tests/rollout/sglang/test_sglang_kept_cache.py::test_a_run_with_kept_caches_trains"
     ),
     f"{PYTHON} train run.yaml sglang.speculation=ngram sglang.draft_tokens=4": Elsewhere(
-        "tests/rollout/sglang/test_launch.py::test_a_speculating_server_drafts_one_chain"
+        "tests/rollout/sglang/test_server_launch.py::test_a_speculating_server_drafts_one_chain"
     ),
     f"{PYTHON} plan long_cot_32b sglang.weights=fp8 policy.weight_quantization=fp8": Run(),
     f"{PYTHON} train run.yaml sglang.weights=fp8 policy.weight_quantization=fp8": Elsewhere(

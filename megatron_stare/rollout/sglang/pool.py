@@ -7,6 +7,10 @@
 
 The pool owns the three and the thread that they run in; its public methods may be called from any
 other thread. Every request has a future of its own, so that none is lost or answered twice.
+
+A worker process has a replica of the pool: it sends requests to servers that rank 0's process keeps
+alive, and neither starts, restarts nor watches them. Rank 0 sends it a `Snapshot` whenever
+something changes (sync/served_engine.py), and it answers with a `Report` of its own requests.
 """
 
 from __future__ import annotations
@@ -16,25 +20,27 @@ import atexit
 import concurrent.futures
 import contextlib
 import logging
+import os
 from collections import Counter
 from collections.abc import Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
+import orjson
 
-from megatron_stare.config import SGLangConfig
+from megatron_stare import http_client
+from megatron_stare.config import EngineError, SGLangConfig, UserError
 from megatron_stare.event_loop import EventLoopThread, cancel_others
 from megatron_stare.records import Rollout
-from megatron_stare.rollout.engine import Limits, Request, SamplingParams
+from megatron_stare.rollout.engine import Limits, Request, SamplingParams, State
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key, standing_open
 from megatron_stare.rollout.sglang.admission import Admission
 from megatron_stare.rollout.sglang.answers import Prefill
-from megatron_stare.rollout.sglang.client import SGLangClient
+from megatron_stare.rollout.sglang.client import QUICK_SECONDS, SGLangClient
 from megatron_stare.rollout.sglang.health import HealthMonitor
-from megatron_stare.rollout.sglang.launch import servers_of
 from megatron_stare.rollout.sglang.requests import DRAFTS, RequestRunner
-from megatron_stare.rollout.sglang.server import Model, Server
+from megatron_stare.rollout.sglang.server import Model, Server, launcher
 from megatron_stare.rollout.sglang.weights import results
 
 log = logging.getLogger(__name__)
@@ -255,3 +261,132 @@ class SGLangPool:
         task = self._thread.loop.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+class ServerView(NamedTuple):
+    """A server as rank 0's process knows it."""
+
+    name: str
+    url: str
+    state: State
+    weights: str
+    version: int
+    released: frozenset[str]
+    limits: Limits
+    stream_interval: int
+
+
+class Snapshot(NamedTuple):
+    """All servers, and the weights that rollouts must come from."""
+
+    run_name: str
+    version: int
+    failure: str
+    router_interval: int
+    servers: tuple[ServerView, ...]
+
+
+class Report(NamedTuple):
+    """A worker process's answer to a snapshot."""
+
+    process: int
+    busy: dict[str, int]  # requests in flight, by server
+    # servers that did not sample with the weights that the last snapshot named, and these weights
+    doubted: dict[str, str]
+    counts: dict[str, float]  # faults since the process started, by name
+
+
+class PoolReplica(SGLangPool):
+    """A pool whose servers come with the first snapshot."""
+
+    def __init__(self, settings: SGLangConfig, model: Model, *, keeps_cache: bool = False) -> None:
+        super().__init__(settings, model, logs=None, keeps_cache=keeps_cache)
+        self._announced: dict[str, str] = {}  # the weights of each server, by the last snapshot
+
+    def update(self, snapshot: Snapshot) -> Report:
+        """Adopt the snapshot. Requests in flight under other weights than the expected are
+        interrupted.
+        """
+        report: Report = self.run(self._update(snapshot)).result()
+        return report
+
+    async def _update(self, snapshot: Snapshot) -> Report:
+        # servers that sampled with other weights than those of the last snapshot
+        doubted = {
+            server.name: announced
+            for server in self.servers
+            if (announced := self._announced.get(server.name)) and not server.weights
+        }
+        before = self.tag
+        self.admission.run_name = snapshot.run_name
+        self.admission.version = snapshot.version
+        if snapshot.failure:
+            self.admission.failure = EngineError(snapshot.failure)
+        if self.router is not None:
+            self.router.stream_interval = snapshot.router_interval
+        known = {server.name: server for server in self.servers}
+        for view in snapshot.servers:
+            server = known.get(view.name) or self._added(view)
+            # A doubted server is not asked until the snapshot names new weights for it.
+            if doubted.get(view.name) != view.weights or not view.weights:
+                await self._note(server, view)
+        if self.tag != before:
+            self.interrupt()
+        await self.admission.notify()
+        busy = {server.name: server.in_flight for server in self.servers if server.in_flight}
+        return Report(os.getpid(), busy, doubted, self.counts())
+
+    def _added(self, view: ServerView) -> Server:
+        server = Server(view.name, self.model, self.settings, view.url)
+        self.servers.append(server)
+        return server
+
+    async def _note(self, server: Server, view: ServerView) -> None:
+        if server.client.url != view.url:
+            await server.client.close()
+            server.client = SGLangClient(view.url, api_key(self.settings))
+        server.client.stream_interval = view.stream_interval
+        server.state, server.silent = view.state, 0
+        server.limits, server.released = view.limits, view.released
+        server.weights, server.version = view.weights, view.version
+        self._announced[server.name] = view.weights
+
+
+def servers_of(settings: SGLangConfig, model: Model, logs: Path) -> list[Server]:
+    """The servers that the settings name, none of them started."""
+    key, urls = api_key(settings), settings.urls
+    if not urls and settings.router_url:
+        urls = worker_urls(settings.router_url, key)
+    if urls:
+        return [Server(url, model, settings, url) for url in urls]
+    return [
+        Server(f"sglang_{number}", model, settings, launcher(settings, model, logs, number))
+        for number in range(settings.num_servers)
+    ]
+
+
+def worker_urls(router_url: str, key: str = "") -> list[str]:
+    """The sorted addresses of the router's workers. UserError: the router does not answer, or has
+    no worker.
+    """
+    try:
+        url = f"{router_url.rstrip('/')}/workers"
+        status, content = http_client.request("GET", url, key, timeout=QUICK_SECONDS)
+        if status != 200:
+            raise ConnectionError(f"status {status}")
+        urls = sorted(str(worker["url"]) for worker in orjson.loads(content)["workers"])
+    except http_client.FAULTS as error:
+        raise UserError(
+            f"sglang.router_url={router_url} does not answer GET /workers ({error}); start the "
+            "router, or correct it"
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"sglang.router_url={router_url} lists no workers; give them in sglang.urls"
+        ) from None
+    if not urls:
+        raise UserError(
+            f"sglang.router_url={router_url} has no worker; start it with --worker-urls, or wait "
+            "for its workers"
+        )
+    return urls

@@ -1,4 +1,4 @@
-"""One server: started or attached to, checked before it gets requests, probed.
+"""One server: launched with its arguments or attached to, checked before it gets requests, probed.
 
     STARTING -> READY <-> PAUSED -> DEAD -> STARTING -> ...
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,10 +23,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import EngineError, SGLangConfig, UserError
+from megatron_stare.config.rollout import MEMORY_SHARE, SHARE_VARIABLE
 from megatron_stare.rollout.engine import Limits, State
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
 from megatron_stare.rollout.sglang.client import ServerFault, ServerInfo, SGLangClient
-from megatron_stare.rollout.sglang.process import ServerProcess
+from megatron_stare.rollout.sglang.process import ServerProcess, server_command
 from megatron_stare.rollout.sglang.weights import ServerLayout
 
 log = logging.getLogger(__name__)
@@ -55,7 +58,7 @@ _ARCHITECTURE = (
     "rope_parameters",
     "rope_scaling",
 )
-GREEDY_ON_CPU = (
+_GREEDY_ON_CPU = (
     "needs servers on GPUs: elsewhere SGLang verifies drafts greedily at any temperature; set "
     "sglang.speculation=none"
 )
@@ -299,6 +302,88 @@ class _StartPatience:
         return now - self._moved > self._seconds or now - self._begun > MOST_STARTS * self._seconds
 
 
+def placement(settings: SGLangConfig, number: int) -> list[str]:
+    """The arguments that give launched server `number` GPUs of its own."""
+    size, first = settings.gpus_per_server, settings.first_gpu
+    if first is None:
+        first = 0 if settings.colocated else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    first += number * size
+    split = ["--tp-size", str(size)] if size > 1 else []
+    return split + (["--base-gpu-id", str(first)] if first and torch.cuda.is_available() else [])
+
+
+def arguments_of(settings: SGLangConfig, model: Model, number: int) -> list[str]:
+    """The arguments of launched server `number`, without those of sglang.server_args."""
+    arguments = ["--dtype", model.dtype]
+    if settings.colocated:
+        arguments += ["--enable-memory-saver"]
+        share = os.environ.get(SHARE_VARIABLE)
+        given = MEMORY_SHARE in settings.server_args
+        arguments += [MEMORY_SHARE, share] if share and not given else []
+    arguments += ["--load-format", "dummy"] if model.encoded else []  # the first sync brings them
+    arguments += placement(settings, number)
+    if settings.stream_interval:
+        interval = str(settings.stream_interval)
+        arguments += ["--incremental-streaming-output", "--stream-interval", interval]
+    arguments += ["--enable-return-routed-experts"] if model.routed_experts else []
+    arguments += ["--enable-fp32-lm-head"] if model.fp32_logits else []
+    arguments += ["--enable-deterministic-inference"] if settings.deterministic else []
+    arguments += _adapter_arguments(model.adapters) if model.adapters else []
+    arguments += _speculation(settings)
+    if "vision_config" in model.config:  # a rollout shows it no images
+        arguments += ["--json-model-override-args", '{"language_model_only": true}']
+    if model.config.get("n_shared_experts"):  # else a GPU fuses them with the routed experts
+        arguments += ["--disable-shared-experts-fusion"]
+    return arguments
+
+
+def _speculation(settings: SGLangConfig) -> list[str]:
+    """A chain of drafts (breadth 1). SGLang counts the last sampled token as one of them, and would
+    lower the limit of running requests to 48. UserError: a server on a CPU.
+    """
+    if settings.speculation == "none":
+        return []
+    if not torch.cuda.is_available():
+        raise UserError(f"sglang.speculation={settings.speculation} {_GREEDY_ON_CPU}")
+    return [
+        *("--speculative-algorithm", "NGRAM"),
+        *("--speculative-num-draft-tokens", str(settings.draft_tokens + 1)),
+        *("--speculative-ngram-min-bfs-breadth", "1"),
+        *("--speculative-ngram-max-bfs-breadth", "1"),
+        *("--max-running-requests", str(settings.max_concurrency)),
+    ]
+
+
+def launcher(
+    settings: SGLangConfig, model: Model, logs: Path, number: int
+) -> Callable[[], ServerProcess]:
+    """A function that starts launched server `number`, with its log in `logs`."""
+    command, key = server_command(settings), api_key(settings)
+    arguments = arguments_of(settings, model, number) + shlex.split(settings.server_args)
+    if key and "--config" in arguments:
+        raise UserError(
+            "sglang.server_args has --config, and the API key is passed by --config, which a "
+            "server takes once; write the file's options into sglang.server_args"
+        )
+    log_file = logs / f"sglang_{number}.log"
+    port = settings.port and settings.port + number
+
+    def launch() -> ServerProcess:
+        directory, host = model.directory, settings.host
+        return ServerProcess(command, directory, arguments, log_file, host, port, key)
+
+    return launch
+
+
+def _adapter_arguments(adapters: Mapping[str, Any]) -> list[str]:
+    """The arguments of a server that serves these adapters. A batch has room for two versions, or
+    for one and the base.
+    """
+    rank, targets = str(adapters["r"]), adapters["target_modules"]
+    settings = ["--max-lora-rank", rank, "--max-loras-per-batch", "2"]
+    return ["--enable-lora", *settings, "--lora-target-modules", *targets]
+
+
 def check_model(url: str, info: ServerInfo, model: Model) -> None:
     """UserError: the server's model differs from the policy's in a field of the weights."""
     ours = model.config
@@ -357,7 +442,7 @@ def check_modes(url: str, info: ServerInfo, model: Model, settings: SGLangConfig
     ):
         raise UserError(
             f"{url} does not serve these adapters, as adapters.merge=false needs; start it with "
-            f"{' '.join(adapter_arguments(ours))}, or set adapters.merge=true"
+            f"{' '.join(_adapter_arguments(ours))}, or set adapters.merge=true"
         )
     if settings.deterministic and not info.deterministic:
         raise UserError(
@@ -370,21 +455,12 @@ def check_modes(url: str, info: ServerInfo, model: Model, settings: SGLangConfig
             f"{settings.speculation}; start it so, or set sglang.speculation=none or ngram"
         )
     if info.speculation and info.device != "cuda":
-        raise UserError(f"{url}: sglang.speculation={settings.speculation} {GREEDY_ON_CPU}")
+        raise UserError(f"{url}: sglang.speculation={settings.speculation} {_GREEDY_ON_CPU}")
     if info.accept_threshold < 1:
         raise UserError(
             f"{url} accepts drafts beyond their probability, so that it does not sample from the "
             "policy; start it without --speculative-accept-threshold-single and -acc"
         )
-
-
-def adapter_arguments(adapters: Mapping[str, Any]) -> list[str]:
-    """The arguments of a server that serves these adapters. A batch has room for two versions, or
-    for one and the base.
-    """
-    rank, targets = str(adapters["r"]), adapters["target_modules"]
-    settings = ["--max-lora-rank", rank, "--max-loras-per-batch", "2"]
-    return ["--enable-lora", *settings, "--lora-target-modules", *targets]
 
 
 def read_config(directory: str) -> dict[str, Any]:

@@ -29,8 +29,7 @@ from megatron_stare.rollout.engine import State
 from megatron_stare.rollout.sglang import access, server
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key, public_url, standing_open
 from megatron_stare.rollout.sglang.client import ServerFault, SGLangClient
-from megatron_stare.rollout.sglang.launch import worker_urls
-from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.pool import SGLangPool, worker_urls
 from megatron_stare.rollout.sglang.process import ServerProcess
 from megatron_stare.rollout.sglang.server import Model, Server
 from tests.rollout.sglang.idle import idle_pool, tiny_model

@@ -11,8 +11,7 @@ import torch
 
 from megatron_stare.__main__ import main
 from megatron_stare.config import SGLangConfig
-from megatron_stare.rollout.sglang.launch import arguments_of
-from megatron_stare.rollout.sglang.server import Model, read_config
+from megatron_stare.rollout.sglang.server import Model, arguments_of, read_config
 from tests.policy.conversion.test_convert_text_part import CLASSES, vision_language
 from tests.rollout.sglang.test_sglang_parity import command
 from tests.rollout.sglang.world import (

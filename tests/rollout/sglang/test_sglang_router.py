@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from megatron_stare.config import UserError
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.engine import State, generate
-from megatron_stare.rollout.sglang.launch import worker_urls
+from megatron_stare.rollout.sglang.pool import worker_urls
 from megatron_stare.rollout.sglang.process import ServerProcess, free_port
 from tests.conftest import SGLANG_PYTHON
 from tests.rollout.sglang.idle import sample_all

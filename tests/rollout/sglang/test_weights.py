@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.config import SGLangConfig
-from megatron_stare.rollout.sglang.memory import CACHES, WEIGHTS
+from megatron_stare.rollout.sglang.health import CACHES, WEIGHTS
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from tests.rollout.sglang.idle import sample_all
 from tests.rollout.sglang.world import (

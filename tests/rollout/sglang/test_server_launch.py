@@ -13,8 +13,7 @@ import torch
 from megatron_stare.config import Config, SGLangConfig, UserError, override
 from megatron_stare.config.rollout import MEMORY_SHARE, SHARE_VARIABLE
 from megatron_stare.rollout.sglang.client import ServerInfo
-from megatron_stare.rollout.sglang.launch import arguments_of, placement
-from megatron_stare.rollout.sglang.server import Model, check_modes
+from megatron_stare.rollout.sglang.server import Model, arguments_of, check_modes, placement
 from tests.conftest import SGLANG_PYTHON
 from tests.paths import ROOT
 from tests.tiny_models import byte_tokenizer

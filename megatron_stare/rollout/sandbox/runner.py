@@ -23,7 +23,7 @@ import traceback
 import types
 from typing import Any
 
-from megatron_stare.rollout.sandbox import kernel, seccomp
+from megatron_stare.rollout.sandbox import kernel
 
 LONGEST_LINE = 1000  # characters of a traceback's line
 
@@ -77,13 +77,13 @@ def _filter_calls(settings: dict[str, Any], held: set[str], version: int) -> set
     alone = settings["confined"] or settings["user_id"] not in (0, kernel.NOBODY)
     own_view = alone or "mounts" in settings["held"]
     signals = alone or bool({"processes", "signals"} & {*settings["held"], *held})
-    rules = seccomp.rules(
+    rules = kernel.call_rules(
         own_process=0 if signals else os.getpid(),
         attributes=not own_view,
         truncation=not own_view and version < 3,
         group=settings["keep_group"],
     )
-    if seccomp.install(rules):
+    if kernel.filter_calls(rules):
         return {"calls", "signals", "attributes"}
     return {"attributes"} if own_view else set()
 

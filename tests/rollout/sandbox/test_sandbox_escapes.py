@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stare.rollout.sandbox.seccomp import AUDIT, NUMBERS
+from megatron_stare.rollout.sandbox.kernel import AUDIT, NUMBERS
 from tests.paths import ROOT
 from tests.rollout.sandbox.sandboxes import KINDS, Surroundings, open_kind
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stare.rollout.sandbox import seccomp
+from megatron_stare.rollout.sandbox import kernel
 
 ALLOW, REFUSE, ABSENT, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 OWN = 4321
 EVERYTHING = {"own_process": OWN, "attributes": True, "truncation": True, "group": True}
-MACHINES = tuple(seccomp.AUDIT)
+MACHINES = tuple(kernel.AUDIT)
 # On aarch64 these were left out for newer ones: fchmodat, fchownat, openat, utimensat.
 NOT_ON_AARCH64 = {"chmod", "chown", "futimesat", "lchown", "open", "utime", "utimes"}
 HEADERS = {
@@ -31,11 +31,11 @@ def lines_of(program):
 
 def verdict(machine, name, *arguments, wanted=None, audit=None):
     """The kernel's answer to this call."""
-    number = seccomp.NUMBERS[name][MACHINES.index(machine)] if isinstance(name, str) else name
+    number = kernel.NUMBERS[name][MACHINES.index(machine)] if isinstance(name, str) else name
     values = [value & (1 << 64) - 1 for value in (*arguments, *[0] * (6 - len(arguments)))]
-    data = struct.pack("<IIQ6Q", number, audit or seccomp.AUDIT[machine], 0, *values)
-    rules = seccomp.rules(**EVERYTHING) if wanted is None else wanted
-    lines, at, held = lines_of(seccomp.program(machine, rules)), 0, 0
+    data = struct.pack("<IIQ6Q", number, audit or kernel.AUDIT[machine], 0, *values)
+    rules = kernel.call_rules(**EVERYTHING) if wanted is None else wanted
+    lines, at, held = lines_of(kernel.call_filter(machine, rules)), 0, 0
     while True:
         code, if_true, if_false, constant = lines[at]
         at += 1
@@ -51,31 +51,31 @@ def verdict(machine, name, *arguments, wanted=None, audit=None):
 
 
 def test_both_processors_know_every_name_or_have_none_by_design():
-    columns = list(zip(*seccomp.NUMBERS.values(), strict=True))
+    columns = list(zip(*kernel.NUMBERS.values(), strict=True))
     for column in columns:
         known = [number for number in column if number is not None]
         assert len(set(known)) == len(known)
     assert None not in columns[0]
-    absent = {name for name, numbers in seccomp.NUMBERS.items() if numbers[1] is None}
+    absent = {name for name, numbers in kernel.NUMBERS.items() if numbers[1] is None}
     assert absent == NOT_ON_AARCH64
-    assert set(seccomp.NUMBERS) == set(seccomp.rules(**EVERYTHING)), "none too many"
+    assert set(kernel.NUMBERS) == set(kernel.call_rules(**EVERYTHING)), "none too many"
 
 
 def test_both_programs_have_one_shape():
     shared = {
         name: lines
-        for name, lines in seccomp.rules(**EVERYTHING).items()
+        for name, lines in kernel.call_rules(**EVERYTHING).items()
         if name not in NOT_ON_AARCH64
     }
-    one, two = (lines_of(seccomp.program(machine, shared)) for machine in MACHINES)
-    numbers = [{numbers[at] for numbers in seccomp.NUMBERS.values()} for at in (0, 1)]
+    one, two = (lines_of(kernel.call_filter(machine, shared)) for machine in MACHINES)
+    numbers = [{numbers[at] for numbers in kernel.NUMBERS.values()} for at in (0, 1)]
     assert len(one) == len(two)
     for here, there in zip(one, two, strict=True):
         assert here[:3] == there[:3]
         if here != there:
-            assert here[3] in numbers[0] | {seccomp.AUDIT["x86_64"]}
-            assert there[3] in numbers[1] | {seccomp.AUDIT["aarch64"]}
-    whole = lines_of(seccomp.program("x86_64", seccomp.rules(**EVERYTHING)))
+            assert here[3] in numbers[0] | {kernel.AUDIT["x86_64"]}
+            assert there[3] in numbers[1] | {kernel.AUDIT["aarch64"]}
+    whole = lines_of(kernel.call_filter("x86_64", kernel.call_rules(**EVERYTHING)))
     assert len(whole) < 4096, "the kernel takes no longer ones"
 
 
@@ -88,7 +88,7 @@ def test_the_numbers_are_the_headers(machine):
     )
     numbers = {name: int(number) for name, number in found}
     checked = 0
-    for name, pair in seccomp.NUMBERS.items():
+    for name, pair in kernel.NUMBERS.items():
         if name in numbers and pair[MACHINES.index(machine)] is not None:
             assert pair[MACHINES.index(machine)] == numbers[name], name
             checked += 1
@@ -159,7 +159,7 @@ def test_system_calls_are_refused_or_allowed_as_listed(machine):
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_code_that_reaches_nothing_outside_may_change_its_own_files_and_processes(machine):
-    wanted = seccomp.rules()
+    wanted = kernel.call_rules()
     for call in (
         ("fchmodat", -100),
         ("kill", 1, 9),
@@ -176,5 +176,5 @@ def test_code_that_reaches_nothing_outside_may_change_its_own_files_and_processe
 @pytest.mark.parametrize(("machine", "bits"), [("riscv64", 8), ("x86_64", 4)])
 def test_other_processors_have_no_filter(monkeypatch, machine, bits):
     monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.setattr(seccomp.struct, "calcsize", lambda _: bits)
-    assert not seccomp.install(seccomp.rules())
+    monkeypatch.setattr(kernel.struct, "calcsize", lambda _: bits)
+    assert not kernel.filter_calls(kernel.call_rules())

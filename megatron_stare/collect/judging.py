@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_stare.config import Config, SandboxConfig, ScoringConfig, UserError
-from megatron_stare.rollout.sandbox.execution import CodeRunner
 from megatron_stare.rollout.sandbox.fusion import open_sandbox
 from megatron_stare.rollout.sandbox.interpreter import SandboxError
+from megatron_stare.rollout.sandbox.sandbox import CodeRunner
 from megatron_stare.scoring.judge import JUDGE, Judge, RewardBackend
 from megatron_stare.scoring.llm_judge import LLMJudge
 from megatron_stare.scoring.programs.reading import read_tests

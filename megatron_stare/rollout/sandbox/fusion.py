@@ -21,9 +21,8 @@ import tenacity
 from megatron_stare.config import SandboxConfig
 from megatron_stare.event_loop import EventLoopThread
 from megatron_stare.http_client import FAULTS, post_json, session
-from megatron_stare.rollout.sandbox.execution import CodeRunner, Execution, OnStart, Reason
-from megatron_stare.rollout.sandbox.interpreter import CallLost, SandboxError
-from megatron_stare.rollout.sandbox.sandbox import Sandbox
+from megatron_stare.rollout.sandbox.interpreter import CallLost, Execution, Reason, SandboxError
+from megatron_stare.rollout.sandbox.sandbox import CodeRunner, OnStart, Sandbox
 
 # Added to the run time of a request's code: a busy server lets it wait.
 QUEUE_SECONDS = 60.0

@@ -104,7 +104,7 @@ class Guard:
         sandbox_runner.send(self.answer_fd, message)
 
     def _call(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One call: feed, watch, judge, stop. Returns fields of execution.Execution."""
+        """One call: feed, watch, judge, stop. Returns the fields of interpreter.Execution."""
         runner = self.runner
         assert runner is not None
         if request["keep"]:

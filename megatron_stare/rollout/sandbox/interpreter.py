@@ -1,4 +1,6 @@
-"""Starts, calls and ends one sandboxed interpreter from outside: the client of guard.py."""
+"""Starts, calls and ends one sandboxed interpreter from outside: the client of guard.py; and the
+result of a call.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_stare.config import SandboxConfig, UserError
 from megatron_stare.rollout.sandbox.call_monitor import empty_directory
-from megatron_stare.rollout.sandbox.execution import Execution
 
 log = logging.getLogger(__name__)
 
 Isolation = Literal["bubblewrap", "limits"]
+Reason = Literal["ok", "error", "timeout", "memory", "killed", "output limit"]
 
 # The time that a guard may take beyond a call's wall time. It checks the time 20 times a second.
 GRACE_SECONDS = 10.0
@@ -61,7 +64,41 @@ _ENVIRONMENT = {
 }
 # User ids that no system assigns; each interpreter draws its own.
 FIRST_USER, LAST_USER = 1_610_612_736, 4_200_000_000
+_RESTARTED = "[variables and files of earlier calls are gone: too many sessions were open]"
 PREFIX = "sandbox-"  # of the directories of isolation=limits
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The result of one call.
+
+    `reason`: ok; error (an exception, or an exit status other than 0; stderr has it); timeout;
+    memory; killed (by a signal, or the process ended before the code was done); output limit.
+    """
+
+    stdout: str
+    stderr: str
+    value: str | None  # the repr of a last expression that is not None, as a REPL shows it
+    reason: Reason
+    seconds: float  # wall time
+    detail: str = ""  # an explanation, if `reason` is neither ok nor error
+    alive: bool = False  # the session has kept its variables
+    lost: bool = False  # the sandbox itself ended without an answer; `reason` is then killed
+    # The session lost its variables before this call: too many were open (sandbox.max_sessions).
+    restarted: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.reason == "ok"
+
+    def message(self) -> str:
+        """The text for the model: output, errors, value, and why the code ended early."""
+        parts = [_RESTARTED] if self.restarted else []
+        parts += [self.stdout, self.stderr, self.value or ""]
+        if self.reason not in ("ok", "error"):
+            parts.append(f"[{self.reason}: {self.detail}]")
+        text = "\n".join(part.rstrip("\n") for part in parts if part)
+        return text or "[no output]"
 
 
 class SandboxError(RuntimeError):
@@ -79,7 +116,7 @@ class InterpreterNotReady(SandboxError):
 class Interpreter:
     """One sandboxed interpreter. Not thread-safe: one call at a time.
 
-    `held` names its protections, as protections.py lists them.
+    `held` names its protections, as sandbox.py lists them.
     """
 
     def __init__(

@@ -3,20 +3,55 @@
 Every call has an interpreter of its own (forked from a warmed-up one, so it starts in
 milliseconds), none of the trainer's environment variables, an empty directory that is removed
 after it, and limits on CPU and wall time, memory, processes, files and output (`sandbox.*`). When
-it is over, every process that it started is dead. protections.py lists the protections of each
-isolation, and what none stops.
+it is over, every process that it started is dead.
 
 Nothing that a call does or leaves reaches the next one. An interpreter reports when it is ready
 again. If the processes or files of its last call cannot be removed, it is dropped, and the next
 call gets another. A call is reported as lost only if its own code ends its interpreter, twice.
 SandboxError: no interpreter can be started, `sandbox.max_attempts` times, which is a fault of this
 machine and of no code.
+
+`sandbox.isolation=bubblewrap`: bwrap builds a root of the system's and the interpreter's
+directories, read-only, an empty /tmp of bounded size, and namespaces of its own for processes,
+network, IPC and host name. `sandbox.isolation=limits` needs no program and no rights. It takes what
+the kernel grants. `Sandbox.held` says what that was:
+    processes   a process namespace: nothing outside is signalled, nothing survives
+    network     an empty network namespace
+    mounts      a mount namespace (Linux 5.12): all but the call's directory is read-only, and
+                /dev/shm is its own and empty
+    disk        a file system of `disk_mib`, and of as many files as that holds at 4 KiB each;
+                without it the directory is measured 20 times a second
+    user        root only: the code runs as a user of its own, which owns nothing
+    files       Landlock (Linux 5.13): only the system's and the interpreter's directories can be
+                read (of /dev five devices, of /proc its own), only the call's directory written
+    signals     a signal reaches only processes of the same call: Landlock (Linux 6.12), or the
+                filter of system calls
+    attributes  mode, owner, times and attributes of files outside cannot be changed: by user,
+                mounts or the filter
+    calls       seccomp (x86-64, aarch64): no sockets but pairs of streams, no ptrace, no System V
+                IPC, no mounts, no namespaces, no io_uring; no limits, priorities or processor sets
+                of other processes
+`auto` is bubblewrap where it works, else, except for root, limits; root has to ask for limits by
+name.
+
+The filter has to refuse more where code runs as the trainer's own user and has neither "processes"
+nor "mounts" (a container without user namespaces, and no root): chmod, chown, utime and extended
+attributes altogether (so shutil.copy fails there, shutil.copyfile works), and before Linux 6.12
+signals but to the first process and its group (so subprocess's time-out fails), and before Linux
+6.2 truncate by name.
+
+docs/security.md says what no isolation stops, docs/tools.md what limits does not. Besides, without
+"disk" a file that is deleted while it is open is not measured; without "user", as root,
+`max_processes` does not bind root. The code shares its process with what reports `value` and `ok`,
+so that a verifier must not trust them (scoring/programs/ does not). What is missing is logged once
+per process, as a warning.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import os
 import threading
@@ -25,25 +60,45 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from megatron_stare.config import SandboxConfig, UserError
-from megatron_stare.rollout.sandbox.execution import Execution, OnStart
 from megatron_stare.rollout.sandbox.interpreter import (
     NEWEST_LANDLOCK,
+    Execution,
     Interpreter,
     InterpreterNotReady,
     Isolation,
     SandboxError,
 )
-from megatron_stare.rollout.sandbox.protections import warn
 
 log = logging.getLogger(__name__)
+
+OnStart = Callable[[], None] | None
 
 _REMEDY = (
     "install it (Debian, Ubuntu: apt-get install bubblewrap) and allow user namespaces "
     "(sysctl user.max_user_namespaces, docker run --security-opt seccomp=unconfined), or ask for "
     "the weaker sandbox.isolation=limits by name (docs/tools.md says what it does not stop)"
 )
+
+
+class CodeRunner(Protocol):
+    """The interface of local and remote sandboxes. Thread-safe."""
+
+    def run(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
+        """Run code in a fresh interpreter; `wall_seconds` can only lower the configured limit."""
+        ...
+
+    async def run_async(self, code: str, on_start: OnStart = None) -> Execution:
+        """`run` for coroutines. `on_start` is called, in any thread, when the wait for a free place
+        is over.
+        """
+        ...
+
+    def close(self) -> None:
+        """End every process and connection."""
+        ...
 
 
 class Sandbox:
@@ -79,7 +134,7 @@ class Sandbox:
             raise
         self.isolation: Isolation = first.isolation
         self.held = first.held
-        warn(self.isolation, self.held)
+        _warn(self.isolation, self.held)
         self._give_back(first)
         for _ in range(min(config.warm_workers, config.max_concurrency) - 1):
             self._starter.submit(self._warm_up)
@@ -321,3 +376,45 @@ def _refuse_preload(config: SandboxConfig, error: SandboxError) -> None:
             f"sandbox.preload={config.preload}: {error}; install it for sandbox.python, or leave "
             "it out"
         ) from None
+
+
+@functools.cache
+def _warn(isolation: str, held: frozenset[str]) -> None:
+    """Print once what this isolation cannot stop on this machine."""
+    gaps = missing(held)
+    if gaps:
+        log.warning(
+            "sandbox: isolation=%s here does not stop everything: %s", isolation, "; ".join(gaps)
+        )
+
+
+def missing(held: frozenset[str]) -> list[str]:
+    """The acts that missing protections allow to code, in words; empty: none that another isolation
+    would stop.
+    """
+    gaps = []
+    if "files" not in held:
+        reach = (
+            "files that all users may read or write"
+            if "user" in held
+            else "every file that you can read"
+            if "mounts" in held
+            else "every file that you can read or write"
+        )
+        gaps.append(f"it reaches {reach} (Landlock, Linux 5.13, is missing)")
+    if "attributes" not in held and "user" not in held:
+        gaps.append("it can change mode, owner and times of your files (seccomp is missing)")
+    if not held & {"user", "processes", "signals"}:
+        gaps.append("it can send signals to your processes (Landlock of Linux 6.12 is missing)")
+    if "calls" not in held:
+        gaps.append("it meets the whole of the kernel, other processes' limits too (no seccomp)")
+    if not held & {"network", "calls"}:
+        gaps.append("it reaches the network (namespaces and seccomp are missing)")
+    if "processes" not in held:
+        gaps.append(
+            "it has no process namespace: its processes are found by their user or group when a "
+            "call ends"
+        )
+    if "disk" not in held:
+        gaps.append("disk_mib is only measured 20 times a second")
+    return gaps

@@ -11,8 +11,7 @@ from typing import Any
 
 from megatron_stare.config import UserError
 from megatron_stare.records import Prompt
-from megatron_stare.rollout.sandbox.execution import CodeRunner
-from megatron_stare.rollout.sandbox.sandbox import Sandbox
+from megatron_stare.rollout.sandbox.sandbox import CodeRunner, Sandbox
 from megatron_stare.rollout.tools.calls import CODE_TOOL, Tool
 from megatron_stare.rollout.tools.environment import (
     MakeEnvironment,

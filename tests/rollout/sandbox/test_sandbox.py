@@ -14,10 +14,8 @@ import time
 import pytest
 
 from megatron_stare.config import Config, SandboxConfig, UserError, override
-from megatron_stare.rollout.sandbox import protections
 from megatron_stare.rollout.sandbox.interpreter import interpreter_places
-from megatron_stare.rollout.sandbox.protections import missing
-from megatron_stare.rollout.sandbox.sandbox import Sandbox
+from megatron_stare.rollout.sandbox.sandbox import Sandbox, _warn, missing
 from tests.paths import ROOT
 from tests.rollout.sandbox.sandboxes import (
     KINDS,
@@ -333,7 +331,7 @@ def test_state_on_a_remote_sandbox_is_refused():
 
 
 def test_a_missing_protection_is_reported_once(caplog):
-    protections.warn.cache_clear()
+    _warn.cache_clear()
     with (
         caplog.at_level(logging.WARNING),
         open_kind("limits without namespaces"),

@@ -3,7 +3,7 @@
     python victim.py ISOLATION NAMESPACES LANDLOCK
 
 Prints one line of JSON: what protected it (`held`), what the program could read and change, and
-what it could still do with its own (`own`). Run by test_protections.py.
+what it could still do with its own (`own`). Run by test_sandbox_protections.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stare.config import SandboxConfig, UserError
-from megatron_stare.rollout.sandbox.protections import missing
-from megatron_stare.rollout.sandbox.sandbox import Sandbox
+from megatron_stare.rollout.sandbox.sandbox import Sandbox, missing
 
 # Each line is tried by itself; D, F, S, P: a directory, files in it, in shared memory and in a
 # package; V: a process.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.rollout.sandbox.execution import Execution
+from megatron_stare.rollout.sandbox.interpreter import Execution
 from megatron_stare.scoring.programs.reading import CodeTest
 from megatron_stare.scoring.programs.verify import same_json, verify_code
 from tests.rollout.sandbox.sandboxes import open_kind

@@ -1,4 +1,4 @@
-"""The protections of each isolation for a trainer without rights: the claims of protections.py and
+"""The protections of each isolation for a trainer without rights: the claims of sandbox.py and
 of docs/tools.md, tried out on files, shared memory and a process of the same user.
 """
 

@@ -201,10 +201,10 @@ class SGLangPool:
         """Faults by kind, restarts, syncs after which a server held other weights, aborted and
         interrupted requests since the start; seconds of the slowest recovery.
 
-        parts_dropped: interrupted so near the end of the servers' context that no server could read
-        the part, which was dropped. continued: taken from a server that was too slow or lost, with
-        the tokens so far. invalid_rollouts: given up, because the model's probabilities were no
-        numbers. answers_without_routing: expert choices were asked for, and not in the answer.
+        parts_dropped: interrupted so near the end of the servers' context that one could not read
+        the part, which was sampled again. continued: taken from a server that was too slow or lost,
+        with the tokens so far. invalid_rollouts: given up, because the model's probabilities were
+        no numbers. answers_without_routing: expert choices were asked for, and not in the answer.
         drafts, drafts_accepted: draft tokens of servers that speculate. mixed_cache_tokens: sampled
         by newer weights than the beginning of their prefix cache.
         """
@@ -324,6 +324,8 @@ class PoolReplica(SGLangPool):
             self.admission.failure = EngineError(snapshot.failure)
         if self.router is not None:
             self.router.stream_interval = snapshot.router_interval
+        # Any server may have requests of other processes.
+        self.admission.elsewhere = Counter(view.name for view in snapshot.servers)
         known = {server.name: server for server in self.servers}
         for view in snapshot.servers:
             server = known.get(view.name) or self._added(view)

@@ -47,12 +47,12 @@ class InflightRequest:
 
 
 class InflightRequests:
-    """The requests in flight, and their abort. `workers` lists the servers that may have any of
-    them behind a router; None without a router. All methods are for the pool's thread.
+    """The requests in flight, and their abort. Behind a router (`routed`) any server may have any
+    of them. All methods are for the pool's thread.
     """
 
-    def __init__(self, workers: Callable[[], Sequence[Server]] | None) -> None:
-        self._workers = workers
+    def __init__(self, admission: Admission, routed: bool) -> None:
+        self._admission, self._routed = admission, routed
         self._requests: dict[tuple[int, ...], InflightRequest] = {}
 
     def __len__(self) -> int:
@@ -66,9 +66,11 @@ class InflightRequests:
         """Forget a request that is answered, or whose answer is not needed any longer."""
         self._requests.pop(request.seed, None)
 
-    async def abort_all(self, chosen: Callable[[InflightRequest], bool]) -> None:
+    async def abort_all(
+        self, chosen: Callable[[InflightRequest], bool], everywhere: bool = False
+    ) -> None:
         """Abort the chosen requests until each is answered. Those that stream are given up when no
-        request was answered for PART_SECONDS.
+        request was answered for PART_SECONDS. `everywhere`: other processes abort theirs too.
         """
         before, answered = 0, time.monotonic()
         while found := [request for request in self._requests.values() if chosen(request)]:
@@ -79,25 +81,26 @@ class InflightRequests:
                     for request in found:
                         if request.streams:
                             request.asking.cancel()
-                await self.abort(found)
+                await self.abort(found, everywhere)
             before = len(found)
             await asyncio.sleep(_REPEAT_SECONDS)
 
-    async def abort(self, requests: Sequence[InflightRequest]) -> None:
+    async def abort(self, requests: Sequence[InflightRequest], everywhere: bool = False) -> None:
         """Have the servers end these requests; one call aborts all where a server has no other
-        request of this pool.
+        request, of this pool or of another process.
         """
         rids_of: dict[Server, list[str]] = {}
         for request in requests:
-            for server in [request.server] if self._workers is None else self._workers():
+            for server in self._admission.alive() if self._routed else [request.server]:
                 rids_of.setdefault(server, []).append(request.rid)
         ours = Counter[Server]()
         if len(requests) > 1:
             ours.update(request.server for request in self._requests.values())
         calls = []
         for server, rids in rids_of.items():
-            most = ours[server] if self._workers is None else ours.total()
-            everything = len(rids) > 1 and len(rids) >= most
+            most = ours.total() if self._routed else ours[server]
+            alone = everywhere or not self._admission.elsewhere.get(server.name)
+            everything = alone and len(rids) > 1 and len(rids) >= most
             calls += [server.client.abort(rid) for rid in ([""] if everything else rids)]
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(outcome, Exception) and not isinstance(outcome, ServerFault):
@@ -110,6 +113,7 @@ class _Pending:
     than `failed` is preferred; best is `own`, which was slow and has the part in its cache.
     """
 
+    submitted: Request
     request: Request
     failed: Server | None = None
     own: Server | None = None
@@ -136,7 +140,7 @@ class RequestRunner:
         self.model, self.settings = model, settings
         self.admission, self.health, self.router = admission, health, router
         self.ended = 0  # requests that a server has answered, cut short or failed
-        self.inflight = InflightRequests(None if router is None else admission.alive)
+        self.inflight = InflightRequests(admission, routed=router is not None)
         self._counts, self._spawn = counts, spawn
         # in flight, waiting for a server, or about to be asked again
         self._active: set[tuple[int, ...]] = set()
@@ -144,7 +148,7 @@ class RequestRunner:
 
     async def run(self, request: Request, params: SamplingParams) -> Rollout:
         """The rollout of one request. EngineError: no server answered it well."""
-        pending = _Pending(request)
+        pending = _Pending(request, request)
         self._active.add(request.seed)
         try:
             async for attempt in tenacity.AsyncRetrying(
@@ -179,7 +183,9 @@ class RequestRunner:
         """Abort what is in flight under other weights than the expected; it is continued where a
         server holds those.
         """
-        await self.inflight.abort_all(lambda request: request.server.weights != self.admission.tag)
+        await self.inflight.abort_all(
+            lambda request: request.server.weights != self.admission.tag, everywhere=True
+        )
 
     async def _attempt(self, pending: _Pending, params: SamplingParams) -> Rollout:
         """One answer. The death of a server is not a fault of the request: another server is asked,
@@ -205,7 +211,7 @@ class RequestRunner:
                 self._counts["aborted"] += own and rollout.status == "aborted"
                 if own or rollout.status != "aborted":
                     return rollout
-                pending.request = self._continuation(request, rollout)
+                pending.request = self._continuation(pending.submitted, rollout)
                 slow = fault is not None and fault.kind == "timeout"
                 pending.own = server if slow else None
                 pending.failed = server if fault and not slow else None
@@ -420,12 +426,12 @@ class RequestRunner:
         return self.model.tokenizer.decode(ids, skip_special_tokens=skip)
 
     def _continuation(self, request: Request, part: Rollout) -> Request:
-        """The interrupted request with its tokens so far; without them if no server can read that
-        much.
+        """The interrupted request with its tokens so far; as it was submitted, which every server
+        can read, if one cannot read that much.
         """
         longer = dataclasses.replace(request, part=part if len(part.response_ids) else None)
         longest = min(server.limits.prompt_length for server in self.admission.servers)
         if len(longer.known_ids) > longest:
             self._counts["parts_dropped"] += 1
-            return dataclasses.replace(request, part=None)
+            return request
         return longer

@@ -9,6 +9,7 @@ group is killed and a new one started. An attached server is dead while it is si
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import os
@@ -358,21 +359,24 @@ def launcher(
     settings: SGLangConfig, model: Model, logs: Path, number: int
 ) -> Callable[[], ServerProcess]:
     """A function that starts launched server `number`, with its log in `logs`."""
-    command, key = server_command(settings), api_key(settings)
+    key = api_key(settings)
     arguments = arguments_of(settings, model, number) + shlex.split(settings.server_args)
     if key and "--config" in arguments:
         raise UserError(
             "sglang.server_args has --config, and the API key is passed by --config, which a "
             "server takes once; write the file's options into sglang.server_args"
         )
-    log_file = logs / f"sglang_{number}.log"
     port = settings.port and settings.port + number
-
-    def launch() -> ServerProcess:
-        directory, host = model.directory, settings.host
-        return ServerProcess(command, directory, arguments, log_file, host, port, key)
-
-    return launch
+    return functools.partial(
+        ServerProcess,
+        server_command(settings),
+        model.directory,
+        arguments,
+        logs / f"sglang_{number}.log",
+        settings.host,
+        port,
+        key,
+    )
 
 
 def _adapter_arguments(adapters: Mapping[str, Any]) -> list[str]:

@@ -460,3 +460,16 @@ def test_experts_of_other_positions_are_a_fault(pool: SGLangPool):
     scripted(pool, script)
     assert result(pool, params).routing.tolist() == [3, 5] * rows
     assert counted(pool) == {"engine_fault_garbage": 1}
+
+
+def test_a_part_that_no_server_can_read_falls_back_to_what_was_submitted(pool: SGLangPool):
+    """That has an episode's earlier turns, and the results of its tools."""
+    for server in pool.servers:
+        server.limits = Limits(pool.model.config["vocab_size"], 64, 5)
+    submitted = Rollout((3, 4), (-1.0, -2.0), (1, 0), status="aborted", weight_version=0)
+    cut = [answer(pool, 4)]
+    scripted(pool, lambda _: cut.pop() if cut else answer(pool, 2, "completed", ending(pool)))
+    rollout = result(pool, request=Request((1, 2), (0, 7), submitted))
+    assert rollout.response_ids.tolist() == [3, 4, 3, ending(pool)]
+    assert rollout.loss_mask.tolist() == [1, 0, 1, 1] and rollout.versions.tolist() == [0, 0, 1, 1]
+    assert counted(pool)["engine_parts_dropped"] == 1

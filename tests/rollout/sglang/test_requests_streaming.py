@@ -29,8 +29,9 @@ from megatron_stare.rollout.engine import (
 )
 from megatron_stare.rollout.sglang import requests as runner
 from megatron_stare.rollout.sglang.answers import Answer, Received
-from megatron_stare.rollout.sglang.pool import SGLangPool
+from megatron_stare.rollout.sglang.pool import PoolReplica, SGLangPool
 from megatron_stare.rollout.sglang.server import Model
+from megatron_stare.sync.announcement import snapshot_of
 from tests.rollout.sglang.fake_server import Fake, fake_servers, id_at, logprob_at
 from tests.rollout.sglang.idle import sample_all, tiny_model
 
@@ -154,6 +155,31 @@ def test_new_weights_and_ends_take_one_call_per_server(model: Model, tmp_path: P
             assert part.status == "aborted"
             assert list(part.response_ids) == list(map(id_at, range(begin, HOLD)))
         assert all(seen(pool, n)["paths"]["/abort_request"] <= 12 for n in range(2))
+
+
+def test_the_end_of_all_requests_of_one_process_leaves_those_of_others(
+    model: Model, tmp_path: Path
+):
+    requests = asked(6)
+    with (
+        fake_servers(1, **LENGTHS, hold_at=HOLD) as urls,
+        attached(urls, model, tmp_path) as pool,
+        contextlib.closing(PoolReplica(pool.settings, model)) as replica,
+    ):
+        replica.update(snapshot_of(pool))
+        kept = pool.submit(requests[:2], PARAMS)
+        ended = replica.submit(requests[2:4], PARAMS)
+        wait_until(lambda: held(pool) == 4)
+        replica.abort()
+        assert [future.result(timeout=60).status for future in ended] == ["aborted"] * 2
+        kept += replica.submit(requests[4:], PARAMS)
+        wait_until(lambda: held(pool) == 6)
+        pool.admission.elsewhere = replica.update(snapshot_of(pool)).busy
+        pool.abort(requests[:2])
+        assert [future.result(timeout=60).status for future in kept[:2]] == ["aborted"] * 2
+        time.sleep(0.3)
+        assert not any(future.done() for future in kept[2:]) and held(pool) == 6
+        assert counted(pool) == counted(replica) == {"engine_aborted": 2}
 
 
 @pytest.mark.parametrize("ended", ["deaf", "killed"])

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from typing import Any
 
 from megatron_stare.config import EngineError, SGLangConfig, UserError
@@ -34,7 +34,7 @@ _ALIVE = (State.READY, State.PAUSED)
 class HealthMonitor:
     """Probes every server each sglang.health_interval, and starts launched ones again. The pool
     fails when a server died too often, or when no attached server answers for
-    sglang.start_timeout.
+    sglang.start_timeout. It releases and resumes the memory that servers share with the trainer.
 
     `recoveries`: seconds from each death noticed until the revived server was ready. All coroutines
     are for the pool's thread; `spawn` runs one there in the background.
@@ -42,14 +42,13 @@ class HealthMonitor:
 
     def __init__(
         self,
-        servers: Sequence[Server],
         settings: SGLangConfig,
         admission: Admission,
         counts: Counter[str],
         spawn: Spawn,
     ) -> None:
-        self.servers, self.settings, self.admission = servers, settings, admission
-        self.memory = Memory(servers, settings.sync_timeout)
+        self.servers, self.settings, self.admission = admission.servers, settings, admission
+        self.training = False  # between `release_memory` and the next `resume_memory`
         self.recoveries: list[float] = []
         self._counts, self._spawn = counts, spawn
         self._last_alive = time.monotonic()
@@ -65,20 +64,23 @@ class HealthMonitor:
         await asyncio.gather(*(self.probe(server) for server in self.admission.alive()))
 
     async def probe(self, server: Server) -> State:
-        """The server's state, asked for now; DEAD while it is being revived. Of several callers
-        only one asks the server at a time.
+        """The server's state, asked for now; DEAD while it is being revived. Callers that come
+        while the server is asked share the answer: thousands of requests may fail together.
         """
+        probes = server.probes
         async with server.asking:
             before = server.state
-            state = await server.probe()
-            if state is State.DEAD and before is not State.DEAD:
+            if server.probes == probes:
+                await server.probe()
+                server.probes += 1
+            if server.state is State.DEAD and before is not State.DEAD:
                 log.warning("%s died with %d requests in flight", server.name, server.in_flight)
                 if server.process is not None:
                     server.state = State.STARTING
                     self._spawn(self.revive(server))
-        if state is not before:
+        if server.state is not before:
             await self.admission.notify()
-        return State.DEAD if server.state is State.STARTING else state
+        return State.DEAD if server.state is State.STARTING else server.state
 
     async def revive(self, server: Server) -> None:
         """Start the server again until it is ready. The pool fails after sglang.max_restarts."""
@@ -104,12 +106,35 @@ class HealthMonitor:
         log.warning("%s is back after %.1f s", server.name, self.recoveries[-1])
         await self.admission.notify()
 
+    async def release_memory(self) -> None:
+        """Have every server that answers release everything. EngineError, ServerFault: one did
+        not.
+        """
+        self.training = True
+        await asyncio.gather(*(self.keep_released(server) for server in self.servers))
+
+    async def keep_released(self, server: Server) -> None:
+        """Release a server's memory if it was started again while the trainer has the memory."""
+        async with server.asking:
+            if not self.training or server.released or server.state not in _ALIVE:
+                return
+            with _dead_or_willing():
+                await self._idle(server)
+                await server.client.release_memory(WEIGHTS + CACHES, self.settings.sync_timeout)
+                server.released = frozenset(WEIGHTS + CACHES)
+                server.has_base = False
+
+    async def resume_memory(self, tags: Collection[str]) -> None:
+        """Have every server take these parts again, if it had released them."""
+        self.training = False
+        await asyncio.gather(*(self._resume(server, tags) for server in self.servers))
+
     async def _watch(self, server: Server) -> None:
         while True:
             await asyncio.sleep(self.settings.health_interval)
             try:
                 await self.probe(server)
-                await self.memory.keep_released(server)
+                await self.keep_released(server)
             except ServerFault as fault:  # its memory is released at the next look
                 log.warning("%s", fault)
             except Exception as error:  # of any other kind: the requests that wait must raise it
@@ -128,53 +153,23 @@ class HealthMonitor:
                     )
                     return
 
-
-class Memory:
-    """Releases and resumes the memory of a pool's servers; for the pool's thread."""
-
-    def __init__(self, servers: Sequence[Server], timeout: float) -> None:
-        self.servers, self.timeout = servers, timeout
-        self.training = False  # between `release` and the next `resume`
-
-    async def release(self) -> None:
-        """Have every server that answers release everything. EngineError, ServerFault: one did
-        not.
-        """
-        self.training = True
-        await asyncio.gather(*(self.keep_released(server) for server in self.servers))
-
-    async def keep_released(self, server: Server) -> None:
-        """Release a server's memory if it was started again while the trainer has the memory."""
-        async with server.asking:
-            if not self.training or server.released or server.state not in _ALIVE:
-                return
-            with _dead_or_willing():
-                await self._idle(server)
-                await server.client.release_memory(WEIGHTS + CACHES, self.timeout)
-                server.released = frozenset(WEIGHTS + CACHES)
-                server.has_base = False
-
-    async def resume(self, tags: Collection[str]) -> None:
-        """Have every server take these parts again, if it had released them."""
-        self.training = False
-        await asyncio.gather(*(self._resume(server, tags) for server in self.servers))
-
     async def _resume(self, server: Server, tags: Collection[str]) -> None:
         async with server.asking:
             wanted = server.released.intersection(tags)
             if not wanted or server.state not in _ALIVE:
                 return
             with _dead_or_willing():
-                await server.client.resume_memory(wanted, self.timeout)
+                await server.client.resume_memory(wanted, self.settings.sync_timeout)
                 server.released -= wanted
 
     async def _idle(self, server: Server) -> None:
         """Wait for the end of aborted requests: a busy server would end itself."""
-        deadline = time.monotonic() + self.timeout
+        most = self.settings.sync_timeout
+        deadline = time.monotonic() + most
         while await server.client.running():
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"{server.name} is still busy after {self.timeout:g} s (sglang.sync_timeout), "
+                    f"{server.name} is still busy after {most:g} s (sglang.sync_timeout), "
                     "although its requests were aborted; its memory stays taken; see its log"
                 )
             await asyncio.sleep(_POLL_SECONDS)

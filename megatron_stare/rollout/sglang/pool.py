@@ -72,7 +72,7 @@ class SGLangPool:
         self.admission = Admission(
             servers, settings.max_concurrency, routed=routed, keeps_cache=keeps_cache
         )
-        self.health = HealthMonitor(servers, settings, self.admission, self._counts, self._spawn)
+        self.health = HealthMonitor(settings, self.admission, self._counts, self._spawn)
         self.requests = RequestRunner(
             model,
             settings,
@@ -180,11 +180,11 @@ class SGLangPool:
 
     def release_memory(self) -> None:
         """Have every server release its memory (sglang.colocated). Nothing may be in flight."""
-        self._now(self.health.memory.release(), self.settings.sync_timeout)
+        self._now(self.health.release_memory(), self.settings.sync_timeout)
 
     def resume_memory(self, tags: Collection[str]) -> None:
         """Have every server take its memory for `tags` again, where it was released."""
-        self._now(self.health.memory.resume(tags), self.settings.sync_timeout)
+        self._now(self.health.resume_memory(tags), self.settings.sync_timeout)
         self._now(self.admission.notify(), 0.0)
 
     def _now(self, work: Coroutine[Any, Any, Any], seconds: float) -> None:

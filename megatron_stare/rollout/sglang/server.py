@@ -123,6 +123,7 @@ class Server:
         self.updating = False  # loading weights: it may be silent meanwhile
         self.released: frozenset[str] = frozenset()  # the tags of the memory that it has released
         self.asking = asyncio.Lock()
+        self.probes = 0  # that have ended
 
     async def start(self) -> None:
         """Launch or attach, wait until it answers, and check that it is the right one.

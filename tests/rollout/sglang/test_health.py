@@ -76,9 +76,8 @@ def watched(pool: SGLangPool, server: Server) -> None:
 
     async def watch() -> None:
         task = asyncio.create_task(pool.health._watch(server))
-        memory = pool.health.memory
         while pool.failure is None and (
-            server.state is not State.READY or (memory.training and not server.released)
+            server.state is not State.READY or (pool.health.training and not server.released)
         ):
             await asyncio.sleep(0.001)
         task.cancel()
@@ -115,9 +114,31 @@ def test_a_returning_server_that_fails_to_release_its_memory_is_asked_again(
 ):
     server = idle.servers[0]
     server.client = Returning(info_of(model.hf_checkpoint), {"release": FAULTS[kind]})  # type: ignore[assignment]
-    server.state, idle.health.memory.training = State.DEAD, True
+    server.state, idle.health.training = State.DEAD, True
     watched(idle, server)
     assert idle.failure is None and server.released
+
+
+def test_requests_that_fail_together_share_one_probe(idle: SGLangPool, model: Model):
+    """A silent server is waited for 20 s, not 20 s for each request that it had."""
+    server, asked = idle.servers[0], []
+
+    async def silent(timeout: float) -> State:
+        asked.append(timeout)
+        await asyncio.sleep(0.01)
+        raise FAULTS["timeout"]
+
+    async def together() -> set[State]:
+        return {*await asyncio.gather(*(idle.health.probe(server) for _ in range(50)))}
+
+    server.client = Returning(info_of(model.hf_checkpoint), {})  # type: ignore[assignment]
+    server.client.state = silent  # type: ignore[method-assign]
+    assert [asyncio.run(together()) for _ in range(3)] == [
+        {State.READY},
+        {State.READY},
+        {State.DEAD},
+    ]
+    assert len(asked) == 3
 
 
 def test_a_fault_in_the_first_admission_is_retried(model: Model):

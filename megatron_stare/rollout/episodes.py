@@ -124,15 +124,14 @@ class ChatTemplate:
     ) -> str:
         """The messages as text; `begin`: with the beginning of the model's turn. TemplateError."""
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=list(tools) or None,
-                    tokenize=False,
-                    add_generation_prompt=begin,
-                    **self.variables,
-                )
+            found = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=begin,
+                **self.variables,
             )
+            return _readable(str(found))
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise TemplateError(first) from None
@@ -182,12 +181,17 @@ class ChatTemplate:
     def as_text(self, text: str) -> list[int]:
         """The ids of a text in which special tokens are text."""
         found: list[int] = self.tokenizer.encode(
-            text, add_special_tokens=False, split_special_tokens=True
+            _readable(text), add_special_tokens=False, split_special_tokens=True
         )
         return found
 
+    def has_special(self, text: str) -> bool:
+        """Whether special tokens of the text would not stay text."""
+        ids = self.tokenizer.encode(_readable(text), add_special_tokens=False)
+        return bool(ids != self.as_text(text))
 
-def readable(text: str) -> str:
+
+def _readable(text: str) -> str:
     """The text with U+FFFD for halves of surrogate pairs, which tokenizers refuse."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 

@@ -30,7 +30,7 @@ from typing import Any
 import numpy
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.rollout.episodes import ChatTemplate, TemplateError, readable
+from megatron_stare.rollout.episodes import ChatTemplate, TemplateError
 from megatron_stare.rollout.tools.calls import CALL, Tool, ToolFormat
 
 Message = dict[str, Any]
@@ -208,7 +208,7 @@ class Renderer:
         """
         plain = [self._plain(message) for message in messages]
         spoken = [m["content"] for m in plain if m["role"] != "assistant"]
-        if any(map(self._has_special, spoken)):
+        if any(map(self.template.has_special, spoken)):
             pieces, texts = self.template.pieces(plain, tools, begin)
         else:
             pieces, texts = [self.template.text(plain, tools, begin)], []
@@ -266,7 +266,7 @@ class Renderer:
 
     def _plain(self, message: Message) -> Message:
         """A message as templates take it: a text, and arguments as values."""
-        plain: Message = {"role": message["role"], "content": readable(text_of(message))}
+        plain: Message = {"role": message["role"], "content": text_of(message)}
         if reasoning := reasoning_of(message):
             plain["reasoning_content"] = reasoning
         if calls := message.get("tool_calls"):
@@ -285,7 +285,3 @@ class Renderer:
             if isinstance(message.get(name), str):
                 plain[name] = message[name]
         return plain
-
-    def _has_special(self, text: str) -> bool:
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids != self.template.as_text(text)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -40,7 +39,6 @@ from megatron_stare.rollout.episodes import (
     EpisodeEngine,
     Seed,
     TemplateError,
-    readable,
 )
 from megatron_stare.rollout.sandbox.interpreter import SandboxError
 from megatron_stare.rollout.tools.calls import FORMATS
@@ -76,7 +74,7 @@ class ToolEngine(EpisodeEngine):
         self.messages = ToolMessages(self.tokenizer, settings.response, variables)
         self._active: set[Seed] = set()
         self._aborted: set[Seed] = set()
-        self._outbox: list[tuple[Request, SamplingParams, Future[Rollout]]] = []
+        self._outbox: list[tuple[Request, SamplingParams, asyncio.Future[Future[Rollout]]]] = []
 
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
         own = self.form.stop_strings if self.settings.response else ()
@@ -122,27 +120,29 @@ class ToolEngine(EpisodeEngine):
         """The rollout of one turn. Turns requested at the same moment are submitted together."""
         if request.seed in self._aborted:
             return Rollout.inserted((), "aborted", self.version)
-        answer: Future[Rollout] = Future()
-        self._outbox.append((request, params, answer))
+        loop = asyncio.get_running_loop()
+        sent: asyncio.Future[Future[Rollout]] = loop.create_future()
+        self._outbox.append((request, params, sent))
         if len(self._outbox) == 1:
-            asyncio.get_running_loop().call_soon(self._send)
+            loop.call_soon(self._send)
         try:
-            return await asyncio.wrap_future(answer)
+            return await asyncio.wrap_future(await sent)
         except Exception as error:
             raise EngineFailed(error) from error
 
     def _send(self) -> None:
-        outbox, self._outbox = self._outbox, []
+        outbox = [entry for entry in self._outbox if not entry[2].cancelled()]
+        self._outbox = []
         for params in dict.fromkeys(params for _, params, _ in outbox):
-            alike = [(request, answer) for request, own, answer in outbox if own == params]
+            alike = [(request, sent) for request, own, sent in outbox if own == params]
             try:
                 futures = self.engine.submit([request for request, _ in alike], params)
             except Exception as error:
-                for _, answer in alike:
-                    answer.set_exception(error)
+                for _, sent in alike:
+                    sent.set_exception(error)
                 continue
-            for (_, answer), future in zip(alike, futures, strict=True):
-                future.add_done_callback(functools.partial(_pass_on, answer))
+            for (_, sent), future in zip(alike, futures, strict=True):
+                sent.set_result(future)
 
 
 class _Trajectory:
@@ -238,16 +238,6 @@ def _compiled(pattern: str) -> regex.Pattern[str]:
         ) from None
 
 
-def _pass_on(answer: Future[Rollout], done: Future[Rollout]) -> None:
-    error = done.exception()
-    if answer.cancelled():
-        return
-    if error is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(done.result())
-
-
 class ToolMessages:
     """Results as tokens. `response` is the user's template, with `{output}`; empty: the chat
     template's role `tool`.
@@ -283,7 +273,6 @@ class ToolMessages:
         """The tokens that follow a turn which ended with `last_id`, up to the model's next turn."""
         if self._one_message:
             outputs = ["\n\n".join(outputs)]
-        outputs = [readable(output) for output in outputs]
         if not self.response:
             return tuple(self.template.ids_after_turn(_results(outputs), last_id))
         before, after = self.response.split("{output}", 1)

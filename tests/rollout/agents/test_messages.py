@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -85,3 +87,15 @@ def test_thinking_is_separated_from_the_answer(
 ):
     turn = renderer.turn(tokenizer.encode(text, add_special_tokens=False), numpy.array([1]), ())
     assert (turn.reasoning, turn.content) == (reasoning, content)
+
+
+def test_half_a_surrogate_pair_is_replaced_wherever_it_stands(tokenizer: PreTrainedTokenizerBase):
+    """No tokenizer takes it, and JSON can spell it."""
+    every = "{% for m in messages %}{{ m['reasoning_content'] }}{{ m['content'] }}{% endfor %}"
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = every + "{{ tools }}"
+    renderer = Renderer(own, FORMATS["hermes"])
+    message = {"role": "assistant", "content": "a\ud800", "reasoning_content": "b\ud800"}
+    tool = {"type": "function", "function": {"name": "f", "description": "c\ud800"}}
+    text = tokenizer.decode(renderer.prompt([message], (tool,)).tolist())
+    assert all(f"{letter}\ufffd" in text for letter in "ab")

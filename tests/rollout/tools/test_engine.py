@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import json
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.rollout.tools.builtin import CalculatorEnvironment
 from megatron_stare.rollout.tools.engine import ToolEngine, ToolMessages
-from tests.rollout.tools.scripted import CALL, PARAMS, played
+from tests.rollout.tools.scripted import CALL, PARAMS, Scripted, played
 
 
 @pytest.fixture(scope="module")
@@ -304,3 +305,16 @@ def test_no_gradient_flows_from_a_tools_tokens(
     assert not all(torch.equal(one, two) for one, two in zip(plain, counted, strict=True)), (
         "unmasked, they would count"
     )
+
+
+def test_an_episode_whose_turn_the_engine_cancels_ends(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+):
+    def cancelled(*_: object) -> Future[Rollout]:
+        future: Future[Rollout] = Future()
+        future.cancel()
+        return future
+
+    monkeypatch.setattr(Scripted, "_answer", cancelled)
+    rollout, _ = played(tokenizer, [CALL])
+    assert rollout.episode["errors"] == 1 and not rollout.loss_mask.any()

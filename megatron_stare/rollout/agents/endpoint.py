@@ -103,8 +103,8 @@ class Endpoint:
         if isinstance(found, web.Response):
             return found
         try:
-            call: ModelCall = dialect.read(_json(body))
-            retries = int(request.headers.get("x-stainless-retry-count") or 0)
+            call = _call_of(dialect, _json(body))
+            retries = (request.headers.get("x-stainless-retry-count") or "0") != "0"
             alive = _liveness(request)
             if found.knows(body):
                 await asyncio.sleep(NOTICE_SECONDS)
@@ -131,7 +131,7 @@ class Endpoint:
         try:
             dialect = ANTHROPIC if request.path.endswith("count_tokens") else CHAT
             asked = _json(body)
-            call = dialect.read(asked)
+            call = _call_of(dialect, asked)
             begin = asked.get("add_generation_prompt", True) is not False
             ids = found.renderer.prompt(call.messages, call.tools, begin).tolist()
         except BadCall as error:
@@ -180,6 +180,13 @@ def _json(body: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BadCall("the body must be a JSON object")
     return found
+
+
+def _call_of(dialect: Dialect, body: dict[str, Any]) -> ModelCall:
+    try:
+        return dialect.read(body)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise BadCall(f"the body has another form than this endpoint's ({error})") from None
 
 
 def _in_metadata(body: str) -> str:

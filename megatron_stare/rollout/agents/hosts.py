@@ -66,7 +66,7 @@ class Hosts:
 
     def __init__(self, settings: AgentsConfig) -> None:
         self.settings = settings
-        self.hosts: list[_Host] = []
+        self.hosts: list[_Host] = []  # all that were started and not ended
         self.restarts = 0
         self._numbers = itertools.count()
         self._places = asyncio.Semaphore(settings.hosts * settings.episodes_per_host)
@@ -74,14 +74,14 @@ class Hosts:
 
     async def start(self) -> None:
         """Start the processes. UserError: the agent cannot be loaded there."""
-        self.hosts = list(
-            await asyncio.gather(*(self._begun() for _ in range(self.settings.hosts)))
-        )
+        starts = [self._begun() for _ in range(self.settings.hosts)]
+        for error in await asyncio.gather(*starts, return_exceptions=True):
+            if error is not None:
+                raise error
 
     async def close(self) -> None:
         """End the processes and what they run."""
-        for host in self.hosts:
-            await self._end(host)
+        await asyncio.gather(*map(self._end, list(self.hosts)))
 
     async def run(
         self, episode: dict[str, Any], seconds: float, late: Callable[[], None]
@@ -123,18 +123,20 @@ class Hosts:
     async def _free(self) -> _Host:
         """The host with the fewest episodes; dead ones are replaced."""
         async with self._starting:
-            for place, host in enumerate(self.hosts):
-                if not host.alive:
-                    self.restarts += 1
-                    self.hosts[place] = await self._begun()
-        return min(self.hosts, key=lambda host: len(host.running))
+            # One may die while another one starts: nothing is awaited after the last look at all.
+            while len(alive := [host for host in self.hosts if host.alive]) < self.settings.hosts:
+                for host in {*self.hosts}.difference(alive):
+                    await self._end(host)
+                self.restarts += 1
+                await self._begun()
+        return min(alive, key=lambda host: len(host.running))
 
-    async def _begun(self) -> _Host:
-        """A host that has loaded the agent. UserError: it cannot."""
+    async def _begun(self) -> None:
+        """Add a host that has loaded the agent. UserError: it cannot."""
         for start in range(1, _STARTS + 1):
             host, failure = await self._launched()
             if not failure:
-                return host
+                return
             signalled = (host.process.returncode or 0) < 0
             await self._end(host)
             if signalled and start < _STARTS:
@@ -143,7 +145,6 @@ class Hosts:
             name = "agents.command" if settings.command else f"agents.function={settings.function}"
             python = settings.python or sys.executable
             raise UserError(f"{name} cannot run with {python}: {failure}")
-        raise AssertionError("the last start returns or raises")
 
     async def _launched(self) -> tuple[_Host, str]:
         """A new process, and why it is not ready; "" if it is."""
@@ -168,6 +169,7 @@ class Hosts:
                 "of the environment that your agent is installed in"
             ) from None
         host = _Host(process)
+        self.hosts.append(host)
         host.reader = asyncio.create_task(self._read(host))
         try:
             failure = await asyncio.wait_for(asyncio.shield(host.ready), START_SECONDS)
@@ -177,7 +179,8 @@ class Hosts:
 
     async def _read(self, host: _Host) -> None:
         assert host.process.stdout is not None
-        with contextlib.suppress(ValueError, ConnectionError):
+        lost = ""
+        try:
             async for line in host.process.stdout:
                 message = json.loads(line)
                 if "ready" in message:
@@ -186,6 +189,10 @@ class Hosts:
                 outcome = host.running.get(message["done"])
                 if outcome is not None and not outcome.done():
                     outcome.set_result(message["outcome"])
+        except (ValueError, ConnectionError) as error:  # a line that is too long, or no JSON
+            lost = f"what it wrote cannot be read ({error})"
+            with contextlib.suppress(ProcessLookupError):
+                host.process.kill()
         code = await host.process.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(host.process.pid, signal.SIGKILL)  # what a killed host had started
@@ -193,9 +200,11 @@ class Hosts:
             host.ready.set_result(f"the host ended with exit code {code}; its errors stand above")
         for outcome in host.running.values():
             if not outcome.done():
-                outcome.set_exception(HostLost(f"exit code {code}"))
+                outcome.set_exception(HostLost(lost or f"exit code {code}"))
 
     async def _end(self, host: _Host) -> None:
+        if host in self.hosts:
+            self.hosts.remove(host)
         with contextlib.suppress(ProcessLookupError):
             if host.process.returncode is None:
                 assert host.process.stdin is not None

@@ -202,12 +202,14 @@ class AgentSession:
         self._in_flight: list[Request] = []
         self._repeats: Counter[int] = Counter()
         self._tokens = 0
+        # of the calls in flight: their parents, and whether they begin a sequence
+        self._begun: list[tuple[Node | None, bool]] = []
 
     def knows(self, body: str) -> bool:
         """Whether an equal request came before."""
         return digest(body) in self._deliveries
 
-    def ask(self, call: ModelCall, body: str, retries: int, alive: Callable[[], bool]) -> Delivery:
+    def ask(self, call: ModelCall, body: str, retries: bool, alive: Callable[[], bool]) -> Delivery:
         """The answer to a request: an earlier one, to an equal body, if the client says that it
         retries or if the earlier answer did not arrive. BadCall: a limit is reached.
         """
@@ -257,9 +259,13 @@ class AgentSession:
             new, ids = call.messages[len(parent.identities) :], parent.ids
             bridge = self.renderer.bridge(new, int(ids[-1]), parent.closing)
             prompt = numpy.concatenate([ids, bridge])
-        self._check_sequences(parent)
+        begun = parent, self._begins(parent)
         limits = self._limits(call, prompt)
-        sampled = await self._sampled(prompt, limits)
+        self._begun.append(begun)
+        try:
+            sampled = await self._sampled(prompt, limits)
+        finally:
+            self._begun.remove(begun)
         turn = self.renderer.turn(sampled.response_ids.tolist(), prompt, limits.stop)
         number = len(self.tree.nodes)
         message: Message = {"role": "assistant", "content": turn.content}
@@ -277,8 +283,10 @@ class AgentSession:
             ]
         self.counts["malformed_calls"] += turn.malformed
         self.counts["tool_calls"] += len(message.get("tool_calls") or ())
-        node = Node(parent, context, call.messages, message, prompt, sampled, turn.closing)
-        node.instructed = call.instructed
+        node = Node(
+            *(parent, context, call.messages, message, prompt, sampled, turn.closing),
+            instructed=call.instructed,
+        )
         self.tree.add(node)
         return node, self._served(call, node, number)
 
@@ -313,12 +321,15 @@ class AgentSession:
         first = [new[0]] if call.instructed else []
         return dataclasses.replace(call, messages=[*first, *before, *new[call.instructed :]])
 
-    def _check_sequences(self, parent: Node | None) -> None:
-        """BadCall: one sequence more than agents.max_sequences would begin."""
+    def _begins(self, parent: Node | None) -> bool:
+        """Whether a call with this parent begins a sequence. BadCall: one more than
+        agents.max_sequences.
+        """
+        begins = parent is None or bool(parent.children) or parent in [p for p, _ in self._begun]
         leaves = sum(not node.children for node in self.tree.nodes)
-        begins = parent is None or bool(parent.children)
-        if begins and leaves >= self.settings.max_sequences:
+        if begins and leaves + sum(b for _, b in self._begun) >= self.settings.max_sequences:
             raise self._used_up("agents.max_sequences", self.settings.max_sequences)
+        return begins
 
     def _limits(self, call: ModelCall, prompt: numpy.ndarray) -> SamplingParams:
         left = self.context_length - len(prompt)
@@ -362,7 +373,7 @@ class AgentSession:
         found, counts = self.tree.rollout(text=self._last_text(), **fields)
         counts.update(self.counts)
         episode = {name: float(count) for name, count in counts.items()}
-        return dataclasses.replace(found, episode={**episode, **fields.get("episode", {})})
+        return dataclasses.replace(found, episode=episode)
 
     def _last_text(self) -> str:
         delivered = [node for node in self.tree.nodes if node.delivered]

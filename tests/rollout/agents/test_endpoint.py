@@ -344,3 +344,18 @@ def test_a_rewrite_beyond_the_limit_of_sequences_is_refused(
             assert (await client.post(other))[0] == status
 
     asyncio.run(play())
+
+
+def test_sequences_that_begin_at_the_same_time_count_too(tokenizer: PreTrainedTokenizerBase):
+    async def play() -> None:
+        async with Client(tokenizer, lambda *_: "1<|end|>", max_sequences=2) as client:
+            client.inner.held = True
+            roots = [{"messages": [{"role": "user", "content": text}]} for text in "abc"]
+            asked = [asyncio.create_task(client.post(root)) for root in roots]
+            await asyncio.wait(asked, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+            client.inner.release()
+            statuses = sorted([(await one)[0] for one in asked])
+            assert statuses == [200, 200, 400]
+            assert client.session.ended == "agents.max_sequences"
+
+    asyncio.run(play())

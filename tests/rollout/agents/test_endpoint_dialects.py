@@ -153,3 +153,27 @@ def test_a_header_or_metadata_may_name_the_session(tokenizer: PreTrainedTokenize
             assert len(other.tree.nodes) == 2 and len(client.session.tree.nodes) == 1
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("v1/messages", {"messages": [ITEM], "tool_choice": "auto"}),
+        ("v1/messages", {"messages": [ITEM], "tools": 1}),
+        ("v1/messages", {"messages": [{"role": "user", "content": [{"type": "tool_use"}, 3]}]}),
+        ("v1/messages/count_tokens", {"messages": [ITEM], "tool_choice": "auto"}),
+        ("v1/chat/completions", {**ASKED, "tools": 1}),
+        ("v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": 1}]}),
+        ("v1/responses", {"input": [{"type": "reasoning", "content": ["text"]}]}),
+        ("inference/v1/generate", {"token_ids": [1], "sampling_params": ["n"]}),
+    ],
+)
+def test_a_body_of_another_form_is_refused(
+    tokenizer: PreTrainedTokenizerBase, path: str, body: Any
+):
+    async def play() -> None:
+        async with Client(tokenizer, lambda *_: "1<|end|>") as client:
+            status, error = await post(client, path, body)
+            assert status == 400 and error["error"]["type"] == "invalid_request_error"
+
+    asyncio.run(play())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.compare.worlds.calculator import tool_tokenizer
 from megatron_stare.config import AgentsConfig, UserError
+from megatron_stare.rollout.agents import hosts as module
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
-from megatron_stare.rollout.agents.hosts import Hosts, check_agent
+from megatron_stare.rollout.agents.hosts import HostLost, Hosts, check_agent
 from tests.killed_at_start import MODULE, killed, write_module
 from tests.rollout.agents.scripted import PARAMS, PROGRAMS, Scripted, request
 
@@ -101,3 +103,84 @@ def test_an_agent_that_is_being_stopped_is_not_stopped_again(tmp_path: Path):
             await hosts.close()
 
     asyncio.run(asyncio.wait_for(cancelled_while_late(), 60))
+
+
+EPISODE = {"row": {}, "endpoint": {}, "attempt": 0}
+ENOUGH = 20.0  # seconds for an episode that makes no calls
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Writes a module of agents; returns the dotted path of its function `agent`."""
+
+    def write(text: str) -> str:
+        (tmp_path / "written_agents.py").write_text(text)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        return "written_agents.agent"
+
+    return write
+
+
+def test_a_host_whose_line_is_too_long_is_lost(
+    written: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing more can be read from it: its episodes would wait for agents.max_seconds."""
+    monkeypatch.setattr(module, "_LINE", 1 << 16)
+    text = "def agent(row, endpoint):\n    return {'reward': 1.0, 'trace': 'x' * (1 << 20)}\n"
+
+    async def play() -> None:
+        hosts = Hosts(AgentsConfig(hosts=1, function=written(text)))
+        await hosts.start()
+        try:
+            with pytest.raises(HostLost, match="cannot be read"):
+                await hosts.run(EPISODE, ENOUGH, lambda: None)
+        finally:
+            await hosts.close()
+
+    asyncio.run(play())
+
+
+def test_hosts_that_started_end_where_another_cannot_start(
+    written: Callable[[str], str], tmp_path: Path
+):
+    text = f"import os\nos.mkdir({str(tmp_path / 'only_one')!r})\ndef agent(row, endpoint): ...\n"
+
+    async def play() -> None:
+        before = set(psutil.Process().children())
+        hosts = Hosts(AgentsConfig(hosts=2, function=written(text)))
+        with pytest.raises(UserError, match="FileExistsError"):
+            await hosts.start()
+        await hosts.close()
+        assert set(psutil.Process().children()) <= before
+
+    asyncio.run(play())
+
+
+def test_no_episode_goes_to_a_host_that_died_while_another_one_started(
+    written: Callable[[str], str],
+):
+    async def play() -> None:
+        text = "def agent(row, endpoint):\n    return 1.0\n"
+        hosts = Hosts(AgentsConfig(hosts=2, function=written(text)))
+        await hosts.start()
+        first, second = hosts.hosts
+        begun = hosts._begun
+
+        async def killed(host: Any) -> None:
+            if host.process.returncode is None:
+                host.process.kill()
+            await asyncio.wait({host.reader})
+
+        async def meanwhile() -> Any:
+            await killed(first)
+            return await begun()
+
+        hosts._begun = meanwhile  # type: ignore[method-assign]
+        await killed(second)
+        try:
+            found = await hosts.run(EPISODE, ENOUGH, lambda: None)
+            assert found == {"reward": 1.0} and hosts.restarts == 2
+        finally:
+            await hosts.close()
+
+    asyncio.run(play())

@@ -18,7 +18,7 @@ import functools
 import json
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from aiohttp import web
@@ -222,11 +222,7 @@ async def _until_done(delivery: Delivery, seconds: float) -> bool:
 
 
 async def _answered(
-    request: web.Request,
-    dialect: Dialect,
-    call: ModelCall,
-    delivery: Delivery,
-    seconds: float,
+    request: web.Request, dialect: Dialect, call: ModelCall, delivery: Delivery, seconds: float
 ) -> web.StreamResponse:
     """One JSON, or server-sent events. An error has its status until the first byte. After it, an
     error is one of the events, or the connection ends and the client's retry gets the status.
@@ -254,11 +250,12 @@ async def _answered(
             request.transport.abort()
         return response
     if call.stream:
-        pieces = dialect.events_of(call, answer)
+        pieces: Iterable[str] = dialect.events_of(call, answer)
     else:
-        pieces = [json.dumps(dialect.body_of(call, answer))]
+        whole = json.dumps(dialect.body_of(call, answer))
+        pieces = [whole]
         if not response.prepared:
-            response.content_length = len(pieces[0])  # json.dumps writes ASCII
+            response.content_length = len(whole)  # json.dumps writes ASCII
     await response.prepare(request)
     for piece in pieces:
         await response.write(piece.encode())

@@ -274,10 +274,7 @@ class Renderer:
                 {
                     "type": "function",
                     "id": call.get("id"),
-                    "function": {
-                        "name": call["function"]["name"],
-                        "arguments": arguments_of(call),
-                    },
+                    "function": {"name": call["function"]["name"], "arguments": arguments_of(call)},
                 }
                 for call in calls
             ]

@@ -381,11 +381,7 @@ def call_rules(
     found |= {name: _only_zero(_argument(0)) for name in _OF_ITSELF_ONLY}
     found["setpriority"] = _only_zero(_argument(0), _argument(1))
     change = _only_zero(_argument(2), _argument(2) + 4)  # a null pointer only asks
-    found["prlimit64"] = [
-        (_LOAD, 0, 0, _argument(0)),
-        (_EQUAL, len(change) - 1, 0, 0),
-        *change,
-    ]
+    found["prlimit64"] = [(_LOAD, 0, 0, _argument(0)), (_EQUAL, len(change) - 1, 0, 0), *change]
     found["clone"] = [
         (_LOAD, 0, 0, _argument(0)),
         (_ANY_BIT, 0, 1, _NEW_NAMESPACES),

@@ -107,10 +107,7 @@ class Sandbox:
     """
 
     def __init__(
-        self,
-        config: SandboxConfig,
-        namespaces: bool = True,
-        landlock: int = NEWEST_LANDLOCK,
+        self, config: SandboxConfig, namespaces: bool = True, landlock: int = NEWEST_LANDLOCK
     ) -> None:
         """`namespaces` False: leave them out of isolation=limits,
         as a container that forbids them would. `landlock`: no newer ABI, as of an older kernel.

@@ -69,10 +69,7 @@ def address_towards(host: str) -> str:
     """
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with (
-                contextlib.suppress(OSError),
-                socket.socket(family, kind, protocol) as probe,
-            ):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(place)  # sends nothing: it finds the route of a packet
                 return str(probe.getsockname()[0])
     return ""

@@ -41,11 +41,7 @@ class HealthMonitor:
     """
 
     def __init__(
-        self,
-        settings: SGLangConfig,
-        admission: Admission,
-        counts: Counter[str],
-        spawn: Spawn,
+        self, settings: SGLangConfig, admission: Admission, counts: Counter[str], spawn: Spawn
     ) -> None:
         self.servers, self.settings, self.admission = admission.servers, settings, admission
         self.training = False  # between `release_memory` and the next `resume_memory`

@@ -50,12 +50,7 @@ class SGLangPool:
     """Servers that answer requests, under the weights that `expect` names."""
 
     def __init__(
-        self,
-        settings: SGLangConfig,
-        model: Model,
-        logs: Path | None,
-        *,
-        keeps_cache: bool = False,
+        self, settings: SGLangConfig, model: Model, logs: Path | None, *, keeps_cache: bool = False
     ) -> None:
         """`logs`: the directory for the logs of launched servers. None: a pool without servers.
         `keeps_cache`: rollout.cache_over_versions=kept.
@@ -74,13 +69,7 @@ class SGLangPool:
         )
         self.health = HealthMonitor(settings, self.admission, self._counts, self._spawn)
         self.requests = RequestRunner(
-            model,
-            settings,
-            self.admission,
-            self.health,
-            self.router,
-            self._counts,
-            self._spawn,
+            model, settings, self.admission, self.health, self.router, self._counts, self._spawn
         )
 
     def start(self) -> concurrent.futures.Future[None]:

@@ -41,10 +41,7 @@ def check_servers(urls: Sequence[str], settings: SGLangConfig, tokens: int) -> N
 
 
 def read_logprobs(
-    urls: Sequence[str],
-    settings: SGLangConfig,
-    vocab_size: int,
-    sequences: Sequence[numpy.ndarray],
+    urls: Sequence[str], settings: SGLangConfig, vocab_size: int, sequences: Sequence[numpy.ndarray]
 ) -> list[numpy.ndarray]:
     """The log-probs [S - 1, nats] of all ids but the first, for each sequence of S ids, at
     temperature 1. `vocab_size` is that of the servers' model.

@@ -42,12 +42,7 @@ from megatron_stare.rollout.episodes import (
 )
 from megatron_stare.rollout.sandbox.interpreter import SandboxError
 from megatron_stare.rollout.tools.calls import FORMATS
-from megatron_stare.rollout.tools.environment import (
-    Episode,
-    MakeEnvironment,
-    is_own_fault,
-    words,
-)
+from megatron_stare.rollout.tools.environment import Episode, MakeEnvironment, is_own_fault, words
 
 # For tools.answer_pattern in one turn: a pattern may take exponential time on a text of a model's.
 PATTERN_SECONDS = 1.0

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.asynchrony import cold_start
 from megatron_stare.config import CompareConfig, Config, dump, override
 from megatron_stare.debug.replay import Replay
-from megatron_stare.loop.recording.heads import read_head, recorded_steps, records_directory
+from megatron_stare.loop.run_directory import read_head, recorded_steps, records_directory
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from megatron_stare.recipes import find_recipe

@@ -60,7 +60,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"prepare"},
         {"diagnostics", "parity"},
         {"learn"},
-        {"parts", "progress", "recording"},
+        {"parts", "progress", "record"},
         {"cold_start", "evaluation"},
         {"resolve"},
         {"assemble"},

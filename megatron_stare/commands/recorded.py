@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.loop.recording.heads import (
+from megatron_stare.loop.run_directory import (
     MODEL_NAME,
     REFERENCE_NAME,
     read_config,
@@ -36,7 +36,7 @@ from megatron_stare.system import atomic_file
 def trained(run: Path, step: int | None) -> Iterator[dict[str, Any]]:
     """The rollouts of a step; None: of the newest recorded one. UserError: there is no record."""
     # These modules import torch, which `bundle` does not need.
-    from megatron_stare.loop.recording.record import recorded_groups
+    from megatron_stare.loop.record import recorded_groups
     from megatron_stare.records import Rollout, readable
 
     records = records_directory(run)

@@ -20,7 +20,7 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.debug.replay import Compared, Replay
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.prepare import StepPreparer, effective_loss, named
-from megatron_stare.loop.recording.heads import read_config, read_head, records_directory
+from megatron_stare.loop.run_directory import read_config, read_head, records_directory
 from megatron_stare.losses import objective_of, reading
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy import topology as topologies

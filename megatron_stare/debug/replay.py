@@ -20,15 +20,15 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.loop.learn import Learner
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.prepare import effective_loss, updates_per_rollout
-from megatron_stare.loop.recording.heads import (
+from megatron_stare.loop.record import read_groups
+from megatron_stare.loop.run_directory import (
     MODEL_NAME,
     REFERENCE_NAME,
     Head,
     read_config,
     read_head,
 )
-from megatron_stare.loop.recording.heads import records_directory as records_of
-from megatron_stare.loop.recording.record import read_groups
+from megatron_stare.loop.run_directory import records_directory as records_of
 from megatron_stare.losses import objective_of
 from megatron_stare.policy import runtime
 from megatron_stare.policy.actor import Actor

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 import numpy
 
 from megatron_stare.config import UserError
-from megatron_stare.loop.recording.heads import read_head, recorded_steps, records_directory
-from megatron_stare.loop.recording.record import recorded_groups
+from megatron_stare.loop.record import recorded_groups
+from megatron_stare.loop.run_directory import read_head, recorded_steps, records_directory
 from megatron_stare.planning.plan import make_plan
 from megatron_stare.planning.serving import NO_DRAFTS, Drafts
 from megatron_stare.planning.tables import aligned

@@ -1,5 +1,5 @@
-"""The directory of one run: config.yaml, metrics.jsonl, checkpoints.
-A run continues in it, never over it.
+"""The directory of one run: config.yaml, metrics.jsonl, checkpoints, records of steps.
+A run continues in it, never over it. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from megatron_stare.system import atomic_write, json_line, try_lock
 
 CONFIG_NAME, LOCK_NAME, HISTORY_NAME = "config.yaml", ".lock", "config_history.jsonl"
 PROMPTS_NAME = "prompts.json"  # the number and the digest of the training prompts
+HEAD_NAME = "step.json"  # of a step's record
+MODEL_NAME, REFERENCE_NAME = "model", "reference"  # of a bundle, in the place of the run's own
 SOLVED_NAME = "solved.txt"  # why a run ended early with nothing left to learn
 LOCK_PATIENCE_SECONDS = 60.0
 
@@ -165,3 +168,55 @@ def locked(directory: Path) -> Iterator[None]:
             time.sleep(0.5)
         (directory / SOLVED_NAME).unlink(missing_ok=True)  # the run continues, whatever ended it
         yield  # closing the file gives the lock back, and so does the end of the process
+
+
+@dataclass(frozen=True)
+class Head:
+    """The facts of a recorded step that every rank knows. `holders`: of each group, the rank that
+    has it; `weights`: the fingerprint of the weights it began with.
+    """
+
+    step: int
+    attempt: str
+    ranks: int
+    holders: tuple[int, ...]
+    signal: bool
+    weights: str
+
+
+def records_directory(run: Path) -> Path:
+    """The directory of the records of a run."""
+    return run / "records"
+
+
+def recorded_steps(directory: Path) -> list[int]:
+    """The steps whose record is whole, in order."""
+    heads = directory.glob(f"step_*/{HEAD_NAME}")
+    return sorted(int(head.parent.name.removeprefix("step_")) for head in heads)
+
+
+def read_head(directory: Path, step: int) -> Head:
+    """UserError: there is no record of the step, or it cannot be read."""
+    file = folder_of(directory, step) / HEAD_NAME
+    try:
+        fields = json.loads(file.read_text())
+        return Head(**fields | {"holders": tuple(fields["holders"])})
+    except FileNotFoundError:
+        steps = recorded_steps(directory)
+        there = f"{steps[0]} to {steps[-1]}" if steps else "none"
+        raise UserError(
+            f"step {step} has no record in {directory} (there: {there}); run.record=replayable "
+            "keeps those since the oldest checkpoint, run.record=all keeps every one"
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file} cannot be read ({error}); choose another step") from None
+
+
+def read_config(directory: Path, head: Head) -> Config:
+    """The configuration that the step was taken under."""
+    return configuration.load(directory / f"{head.attempt}.yaml")
+
+
+def folder_of(directory: Path, step: int) -> Path:
+    """The folder of one step's record."""
+    return directory / f"step_{step:08d}"

@@ -11,7 +11,7 @@ from megatron_stare.loop.interrupt import Interrupt, Interrupted
 from megatron_stare.loop.metrics import Stopwatch, gpu_metrics
 from megatron_stare.loop.prepare import target_of
 from megatron_stare.loop.progress import FATAL, Progress, SavedRun
-from megatron_stare.loop.recording.record import Recorder
+from megatron_stare.loop.record import Recorder
 from megatron_stare.policy.checkpoints.checkpoints import LATEST
 from megatron_stare.policy.huggingface.shape import shape_of
 from megatron_stare.policy.topology import Topology

@@ -18,7 +18,7 @@ from megatron_stare.debug.replay import NOISE, Compared, Replay
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.prepare import effective_loss
-from megatron_stare.loop.recording.heads import read_head, recorded_steps, records_directory
+from megatron_stare.loop.run_directory import read_head, recorded_steps, records_directory
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology

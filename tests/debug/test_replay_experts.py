@@ -10,8 +10,8 @@ import pytest
 from megatron_stare.collect.journal import Frame, Key, journal_directory, read_frames
 from megatron_stare.config import Config
 from megatron_stare.debug.replay import Replay
-from megatron_stare.loop.recording.heads import read_head, recorded_steps, records_directory
-from megatron_stare.loop.recording.record import read_groups
+from megatron_stare.loop.record import read_groups
+from megatron_stare.loop.run_directory import read_head, recorded_steps, records_directory
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Rollout
 from tests.forked import Command, train

@@ -12,8 +12,8 @@ from megatron_stare.__main__ import main
 from megatron_stare.config import override
 from megatron_stare.debug.speculation import SOURCES, Measured, Text, measure, texts
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.recording.heads import read_head, records_directory
-from megatron_stare.loop.recording.record import recorded_groups
+from megatron_stare.loop.record import recorded_groups
+from megatron_stare.loop.run_directory import read_head, records_directory
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.planning.plan import make_plan
 from megatron_stare.planning.serving import Drafts

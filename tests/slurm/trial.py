@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_stare.collect.journal import groups_in
-from megatron_stare.loop.recording.heads import recorded_steps, records_directory
+from megatron_stare.loop.run_directory import recorded_steps, records_directory
 from megatron_stare.records import Group
 from tests.slurm.cluster import Cluster, Job, Run
 

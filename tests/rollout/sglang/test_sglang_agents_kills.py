@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from megatron_stare.config import Config, dump
-from megatron_stare.loop.recording.heads import read_head, records_directory
-from megatron_stare.loop.recording.record import recorded_groups
+from megatron_stare.loop.record import recorded_groups
+from megatron_stare.loop.run_directory import read_head, records_directory
 from megatron_stare.records import Rollout
 from tests.rollout.sglang.test_sglang_agents import chat_model
 from tests.rollout.sglang.world import NEWER

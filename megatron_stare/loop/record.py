@@ -21,7 +21,7 @@ from megatron_stare.collect.batch import Collected
 from megatron_stare.collect.journal import group_frames, groups_in
 from megatron_stare.collect.rounds import all_gather_groups
 from megatron_stare.config import Config, UserError
-from megatron_stare.loop.recording.heads import (
+from megatron_stare.loop.run_directory import (
     HEAD_NAME,
     Head,
     folder_of,

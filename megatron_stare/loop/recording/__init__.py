@@ -1,1 +1,0 @@
-"""Records of training steps, so that a step can be computed again."""

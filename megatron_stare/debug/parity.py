@@ -13,7 +13,7 @@ import torch
 
 from megatron_stare.config import Config, EngineError, UserError
 from megatron_stare.data.mixture import training_stream
-from megatron_stare.loop.parity.parity import Reader, Sampled, beyond, cause, compare, limit, sample
+from megatron_stare.loop.parity import Reader, Sampled, beyond, cause, compare, limit, sample
 from megatron_stare.loop.parts import (
     embedded_engine,
     load_tokenizer,

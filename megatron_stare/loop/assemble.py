@@ -25,7 +25,7 @@ from megatron_stare.loop.evaluation import sets as evaluation_sets
 from megatron_stare.loop.evaluation.evaluation import Evaluator
 from megatron_stare.loop.evaluation.examining import Examiner
 from megatron_stare.loop.learn import Learner
-from megatron_stare.loop.parity.witness import Witness
+from megatron_stare.loop.parity import Witness
 from megatron_stare.loop.parts import (
     build_engine,
     embedded_engine,

@@ -15,8 +15,7 @@ from megatron_stare.collect.resampling import OldLogprobs, is_replayed
 from megatron_stare.config import Config, MismatchAlarm, NonFiniteError
 from megatron_stare.loop.diagnostics.entropy import EntropyObserver
 from megatron_stare.loop.metrics import Stopwatch, batch_metrics, mean_metrics, missing_routing
-from megatron_stare.loop.parity.scoring import held
-from megatron_stare.loop.parity.witness import Witness
+from megatron_stare.loop.parity import Witness, held
 from megatron_stare.loop.prepare import (
     PreparedStep,
     StepPreparer,

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_stare.__main__ import main
 from megatron_stare.config import Config, dump, override
-from megatron_stare.loop.parity.parity import _COLD, beyond, cause, limit
+from megatron_stare.loop.parity import _COLD, beyond, cause, limit
 from megatron_stare.reporting.logprob_table import Parity
 from tests.small_run import small_config
 

@@ -94,7 +94,7 @@ def test_a_run_does_not_start_if_engine_and_trainer_differ(tmp_path, capsys):
 
 def test_the_worst_sequences_are_found():
     """Means of fresh tokens only; a sequence without any is not apart at all."""
-    from megatron_stare.loop.parity.witness import _apart
+    from megatron_stare.loop.parity import _apart
     from megatron_stare.records import TokenBatch
 
     sequence = torch.tensor([0, 0, 1, 2, 2])

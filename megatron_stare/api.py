@@ -137,7 +137,7 @@ def evaluate(config: Config, *, load: str = "latest") -> Evaluation:
     policy.hf_checkpoint where the run has none, on evaluation.eval_data. Resumable. Collective.
     """
     from megatron_stare.loop.assemble import evaluate_checkpoint
-    from megatron_stare.loop.evaluation.evaluation import write_problems
+    from megatron_stare.loop.evaluation import write_problems
     from megatron_stare.policy import topology as topologies
     from megatron_stare.system import atomic_write
 

@@ -141,7 +141,7 @@ class WorkerParts(NamedTuple):
     judge: Judge
     engine: Engine
     pool: PoolReplica | None  # of a run on servers
-    evaluate: Callable[..., Any]  # loop/evaluation/examining.py: Examiner.problems
+    evaluate: Callable[..., Any]  # loop/evaluation.py: Examiner.problems
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from megatron_stare.data.mixture import training_stream
 from megatron_stare.data.prompts import prompts_digest
 from megatron_stare.debug.doctor import Finding, disk, nearest_place, servers
 from megatron_stare.loop import cold_start, run_directory
-from megatron_stare.loop.evaluation.sets import build_sets
+from megatron_stare.loop.evaluation import build_sets
 from megatron_stare.loop.parts import environments, load_tokenizer, offered_tools
 from megatron_stare.loop.prepare import effective_loss
 from megatron_stare.loop.resolve import check_environment, check_settings

@@ -21,9 +21,7 @@ from megatron_stare.collect.worker_main import WorkerParts
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.prompts import prompts_digest
 from megatron_stare.loop import run_directory
-from megatron_stare.loop.evaluation import sets as evaluation_sets
-from megatron_stare.loop.evaluation.evaluation import Evaluator
-from megatron_stare.loop.evaluation.examining import Examiner
+from megatron_stare.loop.evaluation import Evaluator, Examiner, policy_name
 from megatron_stare.loop.learn import Learner
 from megatron_stare.loop.parity import Witness
 from megatron_stare.loop.parts import (
@@ -162,6 +160,6 @@ def evaluate_checkpoint(
         evaluator = Evaluator(config, tokenizer, engine, judge, topology, workers)
         model, step = saved_policy(config, topology, load)
         engine.load_weights(model.served_weights(), step)
-        name = evaluation_sets.policy_name(config, model.fingerprint())
+        name = policy_name(config, model.fingerprint())
         metrics = evaluator.evaluate(step, directory / EVALUATION, name)
         return {"step": step} | metrics, evaluator.problems

@@ -40,7 +40,7 @@ STUDIES = {
     ),
     f".venv/bin/{PYTHON} evaluate runs/smollm2_135m_lcm_losses/seed1/stare --load step_00000200 "
     "evaluation.per_set.heldout.temperature=1 evaluation.per_set.heldout.n_samples=16": Elsewhere(
-        "tests/loop/evaluation/test_evaluation.py"
+        "tests/loop/test_evaluation.py"
     ),
     **{
         f".venv/bin/python benchmarks/paired.py --first {first} --second {second}": Run(
@@ -116,7 +116,7 @@ STUDIES = {
     "train.num_rollout=120 run.keep_every=50 run.dir=runs/smollm2_135m_repo": VALID_ARMS,
     f".venv/bin/{PYTHON} evaluate runs/smollm2_135m_losses/seed0/stare "
     "evaluation.per_set.heldout.temperature=0.6 evaluation.per_set.heldout.n_samples=16": Elsewhere(
-        "tests/loop/evaluation/test_evaluation.py"
+        "tests/loop/test_evaluation.py"
     ),
     UNPACK: Run(
         instead=(("docs/studies/smollm2.tar.xz", str(ROOT / "docs/studies/smollm2.tar.xz")),)
@@ -149,7 +149,7 @@ STUDIES = {
     },
     f".venv/bin/{PYTHON} evaluate runs/smollm2_135m_apart/seed0/stare_rank8 "
     "evaluation.per_set.heldout.temperature=0.6 evaluation.per_set.heldout.n_samples=16": Elsewhere(
-        "tests/loop/evaluation/test_evaluation.py"
+        "tests/loop/test_evaluation.py"
     ),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_apart/seed0/stare_rank8": Run(
         needs=(UNPACK,)

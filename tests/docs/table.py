@@ -104,7 +104,7 @@ RECIPE_TESTS = {
     "plan": "tests/planning/test_plan.py::test_every_recipe_fits_its_gpus",
     "serve": "tests/docs/test_docs_servers.py::test_the_commands_for_attached_servers_run",
     "train": "tests/recipes/test_published_dry_runs.py::test_two_steps_without_a_server",
-    "evaluate": "tests/loop/evaluation/test_evaluation.py",
+    "evaluate": "tests/loop/test_evaluation.py",
     "convert": "tests/policy/conversion/test_convert.py",
 }
 # Other tests run these commands on small models; test_pages checks their words.

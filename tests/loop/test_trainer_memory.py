@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stare.loop import progress
-from megatron_stare.loop.evaluation import evaluation
+from megatron_stare.loop import evaluation, progress
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology

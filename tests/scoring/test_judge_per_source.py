@@ -11,7 +11,7 @@ import pytest
 
 from megatron_stare.__main__ import main
 from megatron_stare.config import Config, UserError, dump, override
-from megatron_stare.loop.evaluation.examining import answer_classes
+from megatron_stare.loop.evaluation import answer_classes
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.scoring.judge import Judge, judgement_metrics
 from megatron_stare.scoring.verdict import Sample

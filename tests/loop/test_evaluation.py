@@ -15,8 +15,7 @@ import pytest
 from megatron_stare.__main__ import main
 from megatron_stare.collect.journal import MAGIC
 from megatron_stare.config import Config, ScoringConfig, UserError, dump, load, override
-from megatron_stare.loop.evaluation.examining import answer_classes
-from megatron_stare.loop.evaluation.sets import build_sets
+from megatron_stare.loop.evaluation import answer_classes, build_sets
 from megatron_stare.reporting.problem_scores import responses_directory
 from megatron_stare.scoring.judge import Judge
 from megatron_stare.scoring.verdict import Sample

@@ -1,1 +1,0 @@
-"""Held-out problems, resumable."""

@@ -8,7 +8,7 @@ import math
 import random
 from pathlib import Path
 
-from megatron_stare.loop.diagnostics.predicted import QUADRANTS
+from megatron_stare.loop.metrics import QUADRANTS
 from megatron_stare.reporting import diagnostics
 from megatron_stare.reporting.alarms import Alarm, append
 from megatron_stare.reporting.diagnostics import (

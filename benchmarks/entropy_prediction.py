@@ -7,7 +7,7 @@
 
 The quickstart's two arms after its cold start, each step with its own Adam update. `predicted` is
 entropy_change/predicted, (dL/ds) g summed over the batch before the update
-(megatron_stare/loop/diagnostics/predicted.py); `realised` is the entropy of the same tokens scored
+(megatron_stare/loop/metrics.py); `realised` is the entropy of the same tokens scored
 again after it, less that before (diagnostics.realised); `next` is the entropy of the next step's
 batch, of other prompts, less this one's. Correlations are Pearson's over steps, `sign` is the
 fraction of steps in which both have the same sign, `scale` the ratio of realised to predicted by
@@ -33,7 +33,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._phases import quickstart_runs
-from megatron_stare.loop.diagnostics.predicted import QUADRANTS
+from megatron_stare.loop.metrics import QUADRANTS
 from megatron_stare.policy.topology import session
 from megatron_stare.recipes import find_recipe
 from megatron_stare.reporting.logbook import read_metrics

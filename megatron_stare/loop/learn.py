@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.collect.resampling import OldLogprobs, is_replayed
 from megatron_stare.config import Config, MismatchAlarm, NonFiniteError
-from megatron_stare.loop.diagnostics.entropy import EntropyObserver
+from megatron_stare.loop.diagnostics import EntropyObserver
 from megatron_stare.loop.metrics import Stopwatch, batch_metrics, mean_metrics, missing_routing
 from megatron_stare.loop.parity import Witness, held
 from megatron_stare.loop.prepare import (

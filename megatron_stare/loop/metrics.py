@@ -1,4 +1,15 @@
-"""Metrics of a step: statistics of its tokens, and seconds per phase."""
+"""Metrics of a step: statistics of its tokens, the change of entropy that its update is about to
+bring, seconds per phase, use of the GPUs.
+
+The change of entropy is predicted to first order, token by token. A step of size eta on the batch
+loss L moves a token's logits by -eta dL/ds (p - e_a), s its surprisal, and so its entropy by
+eta (dL/ds) g with g = p (s - H) - c (arXiv 2606.19236, there of L = -A r). dL/ds is taken from the
+loss itself, with coefficients, weights, clipping and corrections. What tokens share, the model's
+weights, is left out, and so is what Adam makes of the gradient: sign and shape are predicted, the
+scale is not.
+
+Shape legend: T loss tokens of one rank's batch.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +18,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +27,18 @@ from megatron_stare.losses.kl import divergence
 from megatron_stare.losses.planning import batch_mean
 from megatron_stare.losses.rollout_correction import k3
 from megatron_stare.numerics.selection import Across
+from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.huggingface.shape import Shape, forward_operations
 from megatron_stare.policy.layout import response_position
 from megatron_stare.policy.topology import Topology
-from megatron_stare.records import Group, RoutingShape, Signals, TokenBatch, trained_sequences
+from megatron_stare.records import (
+    BoundLoss,
+    Group,
+    RoutingShape,
+    Signals,
+    TokenBatch,
+    trained_sequences,
+)
 from megatron_stare.reporting import heartbeat
 
 
@@ -140,6 +160,88 @@ def missing_routing(groups: Sequence[Group], shape: RoutingShape) -> dict[str, f
         known += min(length, shape.positions(rollout.routing_bytes))
         positions += length
     return {"routing_missing": 1 - known / max(1, positions)}
+
+
+QUADRANTS = ("positive_rising", "positive_falling", "negative_rising", "negative_falling")
+
+
+class View(NamedTuple):
+    """One scored mini-batch with its plan, before any update. `change_T` is (dL/ds) g, `plain_T`
+    A g over the number of loss tokens of all ranks, both fp64; `predicts` as in
+    reporting/diagnostics.py.
+    """
+
+    groups: Sequence[Group]
+    batch: TokenBatch
+    plan: Signals
+    change_T: Tensor
+    plain_T: Tensor
+    predicts: str
+
+
+def view_of(
+    groups: Sequence[Group], batch: TokenBatch, plan: Signals, actor: Actor, loss: BoundLoss
+) -> View:
+    """Collective. Needs the scored sensitivity."""
+    assert batch.sensitivity_T is not None, "scored with its sensitivity"
+    if loss.logits:  # its derivatives are none of single tokens
+        by_T = plan.coefficient_T * factor(plan) * batch.advantage_T
+    else:
+        by_T = actor.token_gradient(batch, loss, plan)[:, 0]
+    total = max(1, actor.topology.across.count(batch.advantage_T.numel()))
+    sensitivity_T = batch.sensitivity_T.double()
+    return View(
+        groups,
+        batch,
+        plan,
+        by_T.double() * sensitivity_T,
+        batch.advantage_T.double() * sensitivity_T / total,
+        "weights" if loss.logits else "surprisal_part" if loss.entropy_gradient else "objective",
+    )
+
+
+def factor(plan: Signals) -> Tensor:
+    """Everything of the plan that multiplies a token's loss: its weight and its correction."""
+    return plan.weight_T if plan.correction_T is None else plan.weight_T * plan.correction_T
+
+
+def quadrants(advantage_T: Tensor, sensitivity_T: Tensor) -> list[Tensor]:
+    """Masks of the QUADRANTS: the sign of A, and whether g > 0."""
+    rising_T = sensitivity_T > 0
+    sides = (advantage_T > 0, advantage_T < 0)
+    return [side_T & half_T for side_T in sides for half_T in (rising_T, ~rising_T)]
+
+
+def change_metrics(view: View, across: Across) -> dict[str, float]:
+    """entropy_change/predicted, and what of it each quadrant brings; nothing for a loss that is
+    not finite, whose update is going to be skipped.
+    """
+    if across.count(~view.change_T.isfinite()):
+        return {}
+    assert view.batch.sensitivity_T is not None, "scored with its sensitivity"
+    masks = quadrants(view.batch.advantage_T, view.batch.sensitivity_T)
+    found = {"predicted": across.sum(view.change_T)}
+    for name, mask_T in zip(QUADRANTS, masks, strict=True):
+        found[name] = across.sum(view.change_T[mask_T])
+    return {f"entropy_change/{name}": value for name, value in found.items()}
+
+
+def clip_metrics(
+    by_surprisal_T: Tensor, batch: TokenBatch, plan: Signals, across: Across
+) -> dict[str, float]:
+    """clip_fraction: the share of tokens that an update moved by nothing, by their loss's own
+    doing; of those with an advantage and a weight, and of those with A > 0 and A < 0 alone.
+    """
+    counted_T = (batch.advantage_T != 0) & (plan.coefficient_T * factor(plan) != 0)
+    clipped_T = counted_T & (by_surprisal_T == 0)
+    sides = {"": counted_T}
+    sides |= {"_positive": batch.advantage_T > 0, "_negative": batch.advantage_T < 0}
+    found = {}
+    for name, side_T in sides.items():
+        total = across.count(counted_T & side_T)
+        if total:
+            found[f"clip_fraction{name}"] = across.count(clipped_T & side_T) / total
+    return found
 
 
 # Where the stretches of a response begin, over which log-prob differences are averaged.

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import LossConfig
-from megatron_stare.loop.diagnostics.predicted import (
+from megatron_stare.loop.diagnostics import merged
+from megatron_stare.loop.metrics import (
     QUADRANTS,
     View,
     change_metrics,
     clip_metrics,
-    merged,
     quadrants,
     view_of,
 )

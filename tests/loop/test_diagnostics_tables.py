@@ -7,13 +7,13 @@ import itertools
 import pytest
 import torch
 
-from megatron_stare.loop.diagnostics.tables import (
+from megatron_stare.loop.diagnostics import (
     ADVANTAGE_EDGES,
     SURPRISAL_EDGES,
-    Tables,
     position_edges,
     tables_of,
 )
+from megatron_stare.reporting.diagnostics import Tables
 from tests.losses.batches import ALONE
 
 

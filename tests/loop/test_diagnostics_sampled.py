@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from megatron_stare.loop.diagnostics.sampled import pieces, places_of
+from megatron_stare.loop.diagnostics import pieces, places_of
 from megatron_stare.records import Group, Prompt, Rollout
 from tests.tiny_models import END, byte_tokenizer
 

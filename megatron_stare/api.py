@@ -172,7 +172,8 @@ def generate(
     """
     from megatron_stare.collect.rollout_worker import training_params
     from megatron_stare.data.prompts import check_template
-    from megatron_stare.loop.parts import load_tokenizer, offered_tools, policy_engine
+    from megatron_stare.loop.assemble import policy_engine
+    from megatron_stare.loop.resolve import load_tokenizer, offered_tools
     from megatron_stare.policy import topology as topologies
     from megatron_stare.records import Group
     from megatron_stare.rollout.engine import Request

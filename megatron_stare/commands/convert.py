@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from megatron_stare.config import PolicyConfig, UserError
-from megatron_stare.loop.parts import load_tokenizer
+from megatron_stare.loop.resolve import load_tokenizer
 from megatron_stare.policy import build, manifest, model_state
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.checkpoints.checkpoints import BEST, LATEST, verify

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from megatron_stare.config import Config, UserError, differences, override
 from megatron_stare.data.prompts import load_prompts
-from megatron_stare.loop.parts import load_tokenizer
+from megatron_stare.loop.resolve import load_tokenizer
 from megatron_stare.policy import quantization
 from megatron_stare.policy.huggingface.files import copy_companions
 from megatron_stare.policy.quantization import (

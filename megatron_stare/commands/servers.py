@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_stare.config import Config, EngineError, SGLangConfig, UserError
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.parts import load_tokenizer
+from megatron_stare.loop.resolve import load_tokenizer
 from megatron_stare.rollout.sglang.access import (
     KEY_VARIABLE,
     api_key,

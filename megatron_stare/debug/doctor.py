@@ -284,7 +284,7 @@ def _format(url: str, model_path: str, config: Config) -> Iterator[Finding]:
     """Whether a running server holds weights in the format that it is sent, as far as its
     config.json can be read from here.
     """
-    from megatron_stare.loop.parts import load_tokenizer
+    from megatron_stare.loop.resolve import load_tokenizer
     from megatron_stare.rollout.sglang.server import check_format, read_config
     from megatron_stare.sync.served_engine import served_model
 

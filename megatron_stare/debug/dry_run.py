@@ -24,9 +24,14 @@ from megatron_stare.data.prompts import prompts_digest
 from megatron_stare.debug.doctor import Finding, disk, nearest_place, servers
 from megatron_stare.loop import cold_start, run_directory
 from megatron_stare.loop.evaluation import build_sets
-from megatron_stare.loop.parts import environments, load_tokenizer, offered_tools
 from megatron_stare.loop.prepare import effective_loss
-from megatron_stare.loop.resolve import check_environment, check_settings
+from megatron_stare.loop.resolve import (
+    check_environment,
+    check_settings,
+    environments,
+    load_tokenizer,
+    offered_tools,
+)
 from megatron_stare.losses import objective_of
 from megatron_stare.planning.plan import GIB, make_plan
 from megatron_stare.policy import build

@@ -13,13 +13,9 @@ import torch
 
 from megatron_stare.config import Config, EngineError, UserError
 from megatron_stare.data.mixture import training_stream
+from megatron_stare.loop.assemble import embedded_engine, policy_engine
 from megatron_stare.loop.parity import Reader, Sampled, beyond, cause, compare, limit, sample
-from megatron_stare.loop.parts import (
-    embedded_engine,
-    load_tokenizer,
-    offered_tools,
-    policy_engine,
-)
+from megatron_stare.loop.resolve import load_tokenizer, offered_tools
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.build import DTYPES
 from megatron_stare.policy.conversion.verification import (

@@ -1,14 +1,17 @@
-"""Builds the parts of a run, of one worker process and of an evaluation without training,
-cheapest checks first, so that bad input costs no model load.
+"""Builds what a configuration asks for: the parts of a run, of one worker process and of an
+evaluation without training; an engine with a checkpoint's policy. Cheapest checks come first, so
+that bad input costs no model load.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.collect.journal import Journal, journal_directory
 from megatron_stare.collect.judging import build_judge
@@ -24,22 +27,20 @@ from megatron_stare.loop import run_directory
 from megatron_stare.loop.evaluation import Evaluator, Examiner, policy_name
 from megatron_stare.loop.learn import Learner
 from megatron_stare.loop.parity import Witness
-from megatron_stare.loop.parts import (
-    build_engine,
-    embedded_engine,
-    load_tokenizer,
-    saved_policy,
-    with_tools,
-)
 from megatron_stare.loop.prepare import updates_per_rollout
-from megatron_stare.loop.resolve import resolve
-from megatron_stare.policy import build
+from megatron_stare.loop.resolve import environments, load_tokenizer, resolve
+from megatron_stare.policy import build, model_state, runtime
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.adapters import check as check_adapters
+from megatron_stare.policy.checkpoints.checkpoints import LATEST, CheckpointDirectory
+from megatron_stare.policy.checkpoints.names import step_of
+from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.problem_scores import EVALUATION, Problem
+from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.rollout.sglang.pool import PoolReplica
+from megatron_stare.rollout.tools.engine import ToolEngine
 from megatron_stare.scoring.judge import Judge
 from megatron_stare.sync.served_engine import served_model
 from megatron_stare.system import raise_file_limit
@@ -83,6 +84,99 @@ def assemble(config: Config, topology: Topology) -> Parts:
         collector = RolloutBuffer(config, stream, engine, rollout_workers, topology)
         on_failure.pop_all()
         return Parts(actor, engine, collector, evaluator, judge, learner)
+
+
+def build_engine(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    topology: Topology,
+    workers: WorkerProcesses | None = None,
+) -> Engine:
+    """The rollout engine, with tools where there are any; weights not yet loaded. Collective;
+    its user closes it. What it does concerns the `workers` too.
+    """
+    if config.rollout.engine == "sglang":
+        try:
+            from megatron_stare.sync.served_engine import ServedEngine
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"rollout.engine=sglang needs {error.name}; install megatron-stare[sglang]"
+            ) from None
+        announce = workers.announce if workers else None
+        return with_tools(ServedEngine(config, tokenizer, topology, announce), config, tokenizer)
+    engine = embedded_engine(config, tokenizer, topology.world_size)
+    if workers is not None:
+        engine.follower = workers.load_weights
+    return with_tools(engine, config, tokenizer)
+
+
+def with_tools(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    """The engine; where there are tools or agents, one that plays episodes on it."""
+    variables = config.data.chat_template_kwargs
+    if config.agents.active:
+        try:
+            from megatron_stare.rollout.agents.agent_engine import AgentEngine
+        except ModuleNotFoundError as error:
+            raise UserError(f"agents need {error.name}; install megatron-stare[agents]") from None
+        longest = _longest_sequence(config)
+        return AgentEngine(engine, tokenizer, config.agents, longest, variables)
+    if not config.tools.environment:
+        return engine
+    make, release = environments(config)
+    return ToolEngine(engine, make, tokenizer, config.tools, release, variables)
+
+
+def _longest_sequence(config: Config) -> int:
+    """The most tokens of an agent's sequence: the model's limit, and what a rank can train."""
+    length = int(build.read_hf_config(config.policy.hf_checkpoint).max_position_embeddings)
+    only = config.policy.on_long_sequence == "error"
+    return min(length, config.policy.sequence_budget) if only else length
+
+
+def embedded_engine(
+    config: Config, tokenizer: PreTrainedTokenizerBase, sources: int = 1
+) -> EmbeddedEngine:
+    """The engine of this process, on its device."""
+    return EmbeddedEngine(
+        config.policy.hf_checkpoint,
+        tokenizer,
+        config.rollout.engine_batch_size,
+        build.DTYPES[config.policy.dtype],
+        runtime.device(),
+        sources,
+        config.policy.fp32_logits,
+        config.adapters.alpha / max(1, config.adapters.rank),
+    )
+
+
+def saved_policy(config: Config, topology: Topology, load: str) -> tuple[PolicyModel, int]:
+    """The checkpoint of run.dir that `load` names (CheckpointDirectory.find), or
+    policy.hf_checkpoint where the run has none, without optimizer and gradient buffers; and the
+    step that it is of. Collective.
+    """
+    places = CheckpointDirectory(Path(config.run.dir) / "checkpoints", topology)
+    found = places.find(load, claim=False)
+    temperature = config.rollout.rollout_temperature
+    source = (config.policy.hf_checkpoint, config.policy, topology, temperature)
+    model = PolicyModel(*source, config.adapters, config.run.seed)
+    if found:
+        common = model_state.common_state(found)
+        model.check_adapters(found, common.get("adapters", {}))
+        model_state.into_model(model.chunks, found, topology)
+    return model, step_of(found) if found else 0
+
+
+@contextlib.contextmanager
+def policy_engine(
+    config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology, load: str = LATEST
+) -> Iterator[tuple[Engine, PolicyModel]]:
+    """An engine that holds the policy (`saved_policy`), and that policy; closed at the end.
+    Collective.
+    """
+    with contextlib.closing(build_engine(config, tokenizer, topology)) as engine:
+        model, step = saved_policy(config, topology, load)
+        engine.load_weights(model.served_weights(), step)
+        yield engine, model
 
 
 def build_workers(config: Config, topology: Topology) -> WorkerProcesses | None:

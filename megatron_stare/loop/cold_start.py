@@ -28,7 +28,7 @@ from megatron_stare.data.prompts import chat_messages, tokenize_conversation
 from megatron_stare.data.rows import BadRow
 from megatron_stare.data.sources import parts, raw_rows
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.parts import load_tokenizer
+from megatron_stare.loop.resolve import load_tokenizer
 from megatron_stare.losses import find_objective
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.conversion.convert import export_hf

@@ -30,7 +30,7 @@ from megatron_stare.collect.process_worker import WorkerProcesses
 from megatron_stare.config import Config, EngineError, EvaluationSetConfig, ScoringConfig
 from megatron_stare.data.prompts import Tools, check_rewarded, load_prompts
 from megatron_stare.data.sources import parts
-from megatron_stare.loop.parts import offered_tools
+from megatron_stare.loop.resolve import offered_tools
 from megatron_stare.numerics.exchange import all_gather_bytes
 from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import Prompt, Rollout, readable

@@ -1,36 +1,42 @@
 """Finds everything that a configuration names, before anything is trained: functions, files, model
-directories; and checks that the settings fit the model and one another.
+directories, tokenizers, tools; and checks that the settings fit the model and one another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from megatron_stare.collect.judging import build_judge
 from megatron_stare.collect.resampling import find_method
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.mixture import check_sources, training_stream
 from megatron_stare.data.prompts import PromptStream
-from megatron_stare.loop.parts import (
-    environments,
-    has_tokenizer,
-    load_tokenizer,
-    offered_tools,
-)
 from megatron_stare.loop.prepare import effective_loss
 from megatron_stare.losses import Objective, objective_of
 from megatron_stare.policy import build
 from megatron_stare.policy.huggingface.families import megatron_fields
 from megatron_stare.records import Prompt
+from megatron_stare.rollout.sandbox.fusion import open_sandbox
 from megatron_stare.rollout.sglang.reference import check_servers
+from megatron_stare.rollout.tools.builtin import (
+    CalculatorEnvironment,
+    PythonEnvironment,
+    python_environments,
+)
+from megatron_stare.rollout.tools.calls import Tool
+from megatron_stare.rollout.tools.environment import MakeEnvironment, find_environment
 from megatron_stare.scoring.advantages import checked_estimator
 from megatron_stare.scoring.judge import Judge
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class Resolved(NamedTuple):
@@ -260,3 +266,50 @@ def _check_lengths(config: Config, context_length: int) -> None:
                 f"rollout.rollout_max_response_len={response} = {prompt + response} exceed {name}; "
                 "lower one of the lengths or raise the limit"
             )
+
+
+def offered_tools(config: Config) -> Sequence[Tool]:
+    """The tools of prompts without tools of their own:
+    those that every episode of the environment has.
+
+    None where tools differ between episodes, and none for code in a turn, which is not a call that
+    a template describes.
+    """
+    name = config.tools.environment
+    if not name or config.tools.format == "code":
+        return ()
+    own = {"python": PythonEnvironment, "calculator": CalculatorEnvironment}
+    found = getattr(own.get(name) or find_environment(name), "tools", ())
+    return found if isinstance(found, Sequence) else ()
+
+
+def environments(config: Config) -> tuple[MakeEnvironment, Callable[[], None]]:
+    """The function that makes a prompt's environment, and one that closes their shared parts."""
+    name = config.tools.environment
+    if name == "python":
+        runner = open_sandbox(config.sandbox)
+        return python_environments(runner, config.sandbox.stateful), runner.close
+    return (CalculatorEnvironment if name == "calculator" else find_environment(name)), lambda: None
+
+
+def has_tokenizer(directory: str) -> bool:
+    """Whether files of a tokenizer are in an HF directory."""
+    return any((Path(directory) / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of an HF directory; UserError where there is none.
+
+    The files are looked for first: transformers makes up an empty tokenizer where they are missing.
+    """
+    if not has_tokenizer(directory):
+        raise UserError(
+            f"{directory}: no tokenizer there; copy tokenizer.json and tokenizer_config.json to it"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{directory}: no usable tokenizer ({first}); copy tokenizer.json and its config there"
+        ) from None

@@ -16,7 +16,7 @@ from megatron_stare.compare.worlds.calculator import tool_tokenizer
 from megatron_stare.compare.worlds.files import write_checkpoint
 from megatron_stare.config import Config, DataConfig, UserError, override
 from megatron_stare.data.prompts import load_prompts, tokenize_conversation
-from megatron_stare.loop.parts import with_tools
+from megatron_stare.loop.assemble import with_tools
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
 from megatron_stare.rollout.tools.engine import ToolEngine
 from tests.rollout.agents.scripted import Scripted

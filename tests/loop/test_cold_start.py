@@ -14,7 +14,7 @@ from megatron_stare.config import Config, UserError, dump, load, override
 from megatron_stare.data.prompts import load_prompts
 from megatron_stare.loop.cold_start import cold_start, is_due, planned, read_demonstrations
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.parts import load_tokenizer
+from megatron_stare.loop.resolve import load_tokenizer
 from megatron_stare.policy import topology as topologies
 from megatron_stare.reporting.logbook import read_metrics
 from tests.distributed import run_distributed

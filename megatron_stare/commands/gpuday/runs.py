@@ -34,7 +34,7 @@ from megatron_stare.commands.gpuday.results import (
 from megatron_stare.commands.gpuday.stages import checked
 from megatron_stare.config import Config, override
 from megatron_stare.http_client import authorization, session
-from megatron_stare.loop.parts import load_tokenizer
+from megatron_stare.loop.resolve import load_tokenizer
 from megatron_stare.planning.calibration import SERVER
 from megatron_stare.planning.machine import H100, Machine
 from megatron_stare.planning.memory import cache_bytes_per_token, model_bytes

@@ -26,7 +26,7 @@ from megatron_stare.compare.worlds.calculator import (
 from megatron_stare.compare.worlds.files import write_checkpoint
 from megatron_stare.config import Config, DataConfig, PolicyConfig, ToolsConfig, UserError
 from megatron_stare.data.prompts import load_prompts
-from megatron_stare.loop.parts import offered_tools
+from megatron_stare.loop.resolve import offered_tools
 from megatron_stare.losses import find_objective
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology

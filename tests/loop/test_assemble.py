@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.config import Config, override
-from megatron_stare.loop.parts import with_tools
+from megatron_stare.loop.assemble import with_tools
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
 from tests.rollout.agents.scripted import PROGRAMS, Scripted
 from tests.tiny_models import byte_tokenizer, tiny_config

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from megatron_stare.loop.metrics import QUADRANTS
 from megatron_stare.reporting import diagnostics
-from megatron_stare.reporting.alarms import Alarm, append
 from megatron_stare.reporting.diagnostics import (
     Density,
     Diagnostics,
@@ -21,7 +20,7 @@ from megatron_stare.reporting.diagnostics import (
     Tally,
     TokenRow,
 )
-from megatron_stare.reporting.logbook import Logbook
+from megatron_stare.reporting.logbook import Alarm, Logbook, append_alarm
 
 TARGET = 0.3
 WORDS = (
@@ -76,7 +75,7 @@ def write_run(
 def write_alarm(directory: Path, step: int) -> None:
     """One line of alarms.jsonl."""
     message, remedy = "0.12 nats is below 0.5 times the target 0.3", "raise loss.w_max"
-    append(directory, Alarm(step, "entropy", message, max(1, step - 20), remedy, [[12, 0]]))
+    append_alarm(directory, Alarm(step, "entropy", message, max(1, step - 20), remedy, [[12, 0]]))
 
 
 def _row(rng: random.Random, step: int, steps: int, loss: str) -> dict[str, float]:

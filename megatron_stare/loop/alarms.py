@@ -19,7 +19,7 @@ from megatron_stare.config import AlarmsConfig, Config, RunAlarm
 from megatron_stare.losses import objective_of
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import EVERY_RANK, Group, Rollout
-from megatron_stare.reporting import alarms as file
+from megatron_stare.reporting.logbook import Alarm, append_alarm, cut_alarms
 from megatron_stare.reporting.problem_scores import count_reflections
 from megatron_stare.system import BestEffort
 
@@ -149,7 +149,7 @@ class Alarms:
     def forget_after(self, step: int) -> None:
         """Leave out of the file what later steps raised: the run is about to repeat them."""
         if self.topology.is_first:
-            file.cut(Path(self.config.run.dir), step)
+            cut_alarms(Path(self.config.run.dir), step)
 
     def _remedy(self, name: str, metrics: Mapping[str, float]) -> str:
         """The remedy for the entropy: settings that this run's objective reads."""
@@ -169,8 +169,8 @@ class Alarms:
 
     def _tell(self, step: int, name: str, message: str, first: int, remedy: str) -> None:
         rollouts = self._suspects.get(name, [])[:MOST_NAMED]
-        alarm = file.Alarm(step, name, message, first, remedy, rollouts)
-        self._best_effort(lambda: file.append(Path(self.config.run.dir), alarm))
+        alarm = Alarm(step, name, message, first, remedy, rollouts)
+        self._best_effort(lambda: append_alarm(Path(self.config.run.dir), alarm))
         since = f" since step {first}" if first < step else ""
         named = ", ".join(f"{sample} of prompt {prompt}" for prompt, sample in rollouts[:3])
         where = f" (rollout {named})" if named else ""

@@ -1,4 +1,5 @@
-"""The run's record: metrics.jsonl, one JSON object per step, and its copies in trackers.
+"""The run's record: metrics.jsonl, one JSON object per step, its copies in trackers, and
+alarms.jsonl, one JSON object per alarm.
 
 metrics.jsonl survives a kill at any moment: a line is written and flushed whole, `read_metrics`
 ignores a torn last line, and a resumed run removes it, together with the lines of the steps it is
@@ -10,12 +11,14 @@ and the run continues without it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from megatron_stare.config import RunConfig, UserError
 from megatron_stare.reporting.trackers import Row, Tracker, trackers_of
 from megatron_stare.system import BestEffort, atomic_write
 
-METRICS_NAME = "metrics.jsonl"
+METRICS_NAME, ALARMS_NAME = "metrics.jsonl", "alarms.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -240,3 +243,39 @@ def _plain(key: str, value: Any) -> float | int | str | bool:
             "logged"
         )
     return value
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One alarm."""
+
+    step: int  # it was raised at the end of this step
+    alarm: str
+    message: str
+    first_step: int  # the first of the steps that caused it
+    remedy: str
+    # Examples as [prompt index, sample number]; empty if no single rollout caused it.
+    rollouts: list[list[int]] = field(default_factory=list)
+
+
+def append_alarm(directory: Path, alarm: Alarm) -> None:
+    """Append one line."""
+    with (Path(directory) / ALARMS_NAME).open("a", encoding="ascii") as file:
+        file.write(json.dumps(dataclasses.asdict(alarm)) + "\n")
+
+
+def read_alarms(directory: Path) -> list[Alarm]:
+    """A run directory's alarms in their order; a last line torn by a kill is left out. UserError
+    names any other line that is not an alarm.
+    """
+    path = Path(directory) / ALARMS_NAME
+    return read_rows(path, lambda row: Alarm(**row), "no alarm") if path.is_file() else []
+
+
+def cut_alarms(directory: Path, step: int) -> None:
+    """Keep the alarms up to `step`; a run resumed from there raises the later ones again."""
+    path = Path(directory) / ALARMS_NAME
+    if not path.is_file():
+        return
+    kept = [alarm for alarm in read_alarms(directory) if alarm.step <= step]
+    atomic_write(path, "".join(json.dumps(dataclasses.asdict(alarm)) + "\n" for alarm in kept))

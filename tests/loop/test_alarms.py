@@ -16,7 +16,7 @@ from megatron_stare.loop.trainer import Trainer
 from megatron_stare.losses import objective_of
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
-from megatron_stare.reporting.alarms import Alarm, read_alarms
+from megatron_stare.reporting.logbook import Alarm, read_alarms
 from tests.loop.test_learn import spoil_scores
 from tests.small_run import rows_of, small_config
 

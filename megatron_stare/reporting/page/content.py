@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stare.reporting import diagnostics
-from megatron_stare.reporting.alarms import Alarm, read_alarms
 from megatron_stare.reporting.diagnostics import Diagnostics, SampledRollout
 from megatron_stare.reporting.intervals import Interval, combine_seeds
+from megatron_stare.reporting.logbook import Alarm, read_alarms
 from megatron_stare.reporting.page.about import about_of
 from megatron_stare.reporting.page.figures import figures_of
 from megatron_stare.reporting.page.runs import Point, Run, Source, arms_of, read_sources

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks._synthetic_run import write_alarm
 from megatron_stare.config import UserError
-from megatron_stare.reporting.alarms import Alarm, append
+from megatron_stare.reporting.logbook import Alarm, append_alarm
 from megatron_stare.reporting.page.content import faults_of, increases
 from megatron_stare.reporting.page.runs import Run
 
@@ -53,7 +53,7 @@ def test_alarms_of_one_cause_share_a_row(tmp_path):
         Alarm(95, "entropy", "0.9 nats", 95, "lower optimizer.lr", []),
     ]
     for alarm in raised:
-        append(tmp_path, alarm)
+        append_alarm(tmp_path, alarm)
     first, second, third = faults_of(Run("STARE", "0", tmp_path, [], {}))["alarms"]
     assert first == {
         "alarm": "entropy",

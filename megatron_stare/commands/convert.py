@@ -15,7 +15,7 @@ from megatron_stare.policy.conversion.gguf import gguf_to_hf
 from megatron_stare.policy.conversion.megatron_files import stored_adapters
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint
 from megatron_stare.policy.topology import Topology
-from megatron_stare.reporting.bars import progress
+from megatron_stare.reporting.live import progress
 
 TO_MEGATRON, TO_HF, OF_GGUF = "hf-to-megatron", "megatron-to-hf", "gguf-to-hf"
 TO_PEFT = "megatron-to-peft"

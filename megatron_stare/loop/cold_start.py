@@ -35,8 +35,8 @@ from megatron_stare.policy.conversion.convert import export_hf
 from megatron_stare.policy.huggingface.checkpoint import with_other_parts
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout
-from megatron_stare.reporting.bars import progress
 from megatron_stare.reporting.heartbeat import phase
+from megatron_stare.reporting.live import progress
 from megatron_stare.system import atomic_write, digest, return_memory
 
 _ORIGIN = "cold_start.json"

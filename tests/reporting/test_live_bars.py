@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from megatron_stare.reporting import bars
-from megatron_stare.reporting.bars import progress
+from megatron_stare.reporting import live
+from megatron_stare.reporting.live import progress
 
 
 def test_progress_is_sparse_without_a_terminal():
@@ -38,10 +38,10 @@ def test_progress_is_sparse_without_a_terminal():
 def test_the_time_left_leaves_out_the_first_unit(monkeypatch: pytest.MonkeyPatch):
     """A run that resumes at 100 of 104 takes 30 s to start, then 2 s a unit."""
     clock = iter([0.0, 30.0, 30.0, 30.0, 32.0, 32.0, 34.0, 34.0, 36.0, 36.0])
-    monkeypatch.setattr(bars.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(live.time, "monotonic", lambda: next(clock))
     output = io.StringIO()
     with progress("RL", 104, completed=100, stream=output) as bar:
-        monkeypatch.setattr(bars._PlainLines, "_is_due", lambda *_: True)
+        monkeypatch.setattr(live._PlainLines, "_is_due", lambda *_: True)
         for _ in range(4):
             bar.update()
     times = [line.split("  ")[2] for line in output.getvalue().splitlines()]

@@ -16,11 +16,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from megatron_stare.reporting.problem_scores import average_keys
 
-SHOWN = ("entropy", "reward")  # metrics next to the bar of a training run
+SHOWN = ("entropy", "reward")  # of a training run in a log
 NEWEST = 8  # rows of a single run
 # heading, metric, format; a column without any value is left out
 COLUMNS = (
@@ -39,8 +39,8 @@ COLUMNS = (
 Row = Mapping[str, Any]
 
 
-class Bar(Protocol):
-    """The bar that `progress` yields."""
+class Bar:
+    """What `progress` yields. This one is silent."""
 
     def update(self, count: int = 1, **numbers: float | str) -> None:
         """Count `count` more units as done; `numbers` are shown next to the bar."""
@@ -62,33 +62,26 @@ def progress(
     """
     output = sys.stderr if stream is None else stream
     if not enabled:
-        yield _Silent()
+        yield Bar()
     elif output.isatty():
         from rich.console import Console
 
-        with rich_progress(Console(file=output)) as bars:
-            yield _RichBar(
-                bars, bars.add_task(description, total=total, completed=completed, numbers="")
-            )
+        with _rich_progress(Console(file=output)) as bars:
+            task = bars.add_task(description, total=total, completed=completed, numbers="")
+            yield _RichBar(bars, task)
     else:
         yield _PlainLines(description, total, completed, output)
 
 
-class _Silent:
-    def update(self, count: int = 1, **numbers: float | str) -> None:
-        pass
-
-
-class _RichBar:
+class _RichBar(Bar):
     def __init__(self, bars: Any, task: Any) -> None:
-        self._bars = bars
-        self._task = task
+        self._bars, self._task = bars, task
 
     def update(self, count: int = 1, **numbers: float | str) -> None:
         self._bars.update(self._task, advance=count, numbers=_show(numbers))
 
 
-class _PlainLines:
+class _PlainLines(Bar):
     """A line for the first unit, for every tenth of the work, for the last unit,
     and at least once a minute. The estimate of the remaining time leaves out the first unit, which
     includes the start-up.
@@ -97,11 +90,8 @@ class _PlainLines:
     SECONDS = 60.0
 
     def __init__(self, description: str, total: int, completed: int, output: TextIO) -> None:
-        self._description = description
-        self._total = total
-        self._completed = completed
-        self._output = output
-        self._first = self._warm = completed
+        self._description, self._total, self._output = description, total, output
+        self._completed = self._first = self._warm = completed
         self._started_at = self._printed_at = self._warm_at = time.monotonic()
 
     def update(self, count: int = 1, **numbers: float | str) -> None:
@@ -129,7 +119,7 @@ class _PlainLines:
         return f"{self._description}  {count}  {elapsed} < {left}  {shown}".rstrip()
 
 
-def rich_progress(console: Any) -> Any:
+def _rich_progress(console: Any) -> Any:
     """Bars on this rich console: done of total, time taken and left, and a task's `numbers`."""
     from rich.progress import (
         BarColumn,
@@ -200,7 +190,7 @@ def training(
     from rich.console import Console, Group
     from rich.live import Live as Display
 
-    bars = rich_progress(Console(file=output))
+    bars = _rich_progress(Console(file=output))
     task = bars.add_task(name, total=total, completed=completed, numbers="")
     with Display(bars, console=bars.console, refresh_per_second=4) as display:
 

@@ -39,11 +39,10 @@ from megatron_stare.losses.registry import all_objectives, reading
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting import heartbeat
 from megatron_stare.reporting.console import print_summary
-from megatron_stare.reporting.intervals import mean_runs
 from megatron_stare.reporting.live import training
 from megatron_stare.reporting.logbook import METRICS_NAME, Tail
 from megatron_stare.reporting.report import write_report
-from megatron_stare.reporting.summary import SUMMARY_NAME, summarize_run, target_of
+from megatron_stare.reporting.summary import SUMMARY_NAME, mean_runs, summarize_run, target_of
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
 from megatron_stare.system import atomic_write, end_with_parent
 

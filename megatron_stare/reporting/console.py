@@ -12,14 +12,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_stare.reporting.intervals import Interval, combine_seeds
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 from megatron_stare.reporting.problem_scores import Problem, average_keys, ks, pass_at_k
 from megatron_stare.reporting.summary import (
     SUMMARY_NAME,
+    Interval,
     Row,
     arm_label,
     check_comparison,
+    combine_seeds,
     table_rows,
 )
 

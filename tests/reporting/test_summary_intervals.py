@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_stare.reporting import intervals
+from megatron_stare.reporting import summary
 
 
 def t_density_mass(quantile: float, freedom: int) -> float:
@@ -19,25 +19,24 @@ def t_density_mass(quantile: float, freedom: int) -> float:
 
 
 def test_the_t_table_holds_95_percent():
-    assert len(intervals.T_975) == 30
-    for freedom, quantile in enumerate(intervals.T_975, start=1):
+    assert len(summary.T_975) == 30
+    for freedom, quantile in enumerate(summary.T_975, start=1):
         assert t_density_mass(quantile, freedom) == pytest.approx(0.95, abs=1e-4)
 
 
 def test_intervals():
-    assert intervals.mean_and_interval([0.5]) == (0.5, None)
+    assert summary.mean_and_interval([0.5]) == (0.5, None)
     values = [0.661, 0.609, 0.588]
-    mean, half = intervals.mean_and_interval(values)
+    mean, half = summary.mean_and_interval(values)
     assert mean == pytest.approx(np.mean(values))
     assert half == pytest.approx(4.303 * np.std(values, ddof=1) / math.sqrt(3))
     draws = np.random.default_rng(0).normal(2.0, 3.0, size=(4000, 3)).tolist()
     covered = [
-        abs(interval[0] - 2.0) <= interval[1]
-        for interval in map(intervals.mean_and_interval, draws)
+        abs(interval[0] - 2.0) <= interval[1] for interval in map(summary.mean_and_interval, draws)
     ]
     assert np.mean(covered) == pytest.approx(0.95, abs=0.015)
     with pytest.raises(ValueError, match="at least one"):
-        intervals.mean_and_interval([])
+        summary.mean_and_interval([])
 
 
 def test_seeds_are_combined_by_arm_and_key():
@@ -45,4 +44,4 @@ def test_seeds_are_combined_by_arm_and_key():
         "0": {"stare": {"k": 8, "x": 1.0}},
         "1": {"stare": {"k": 8, "x": 3.0}, "dapo": {"x": None}},
     }
-    assert intervals.mean_runs(seeds) == {"stare": {"k": 8, "x": 2.0}, "dapo": {"x": None}}
+    assert summary.mean_runs(seeds) == {"stare": {"k": 8, "x": 2.0}, "dapo": {"x": None}}

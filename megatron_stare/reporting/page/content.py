@@ -14,12 +14,11 @@ from typing import Any
 
 from megatron_stare.reporting import diagnostics
 from megatron_stare.reporting.diagnostics import Diagnostics, SampledRollout
-from megatron_stare.reporting.intervals import Interval, combine_seeds
 from megatron_stare.reporting.logbook import Alarm, read_alarms
 from megatron_stare.reporting.page.about import about_of
 from megatron_stare.reporting.page.figures import figures_of
 from megatron_stare.reporting.page.runs import Point, Run, Source, arms_of, read_sources
-from megatron_stare.reporting.summary import BAND, table_rows
+from megatron_stare.reporting.summary import BAND, Interval, combine_seeds, table_rows
 
 # The places of the palette (assets/style.css) that belong to two arms; others take the rest.
 OWN_COLOUR = {"STARE": 0, "GRPO-ds": 1}

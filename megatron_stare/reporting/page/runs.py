@@ -17,7 +17,6 @@ from typing import Any
 
 from megatron_stare import config as configuration
 from megatron_stare.config import Config, UserError
-from megatron_stare.reporting.intervals import mean_and_interval
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 from megatron_stare.reporting.problem_scores import start_key
 from megatron_stare.reporting.summary import (
@@ -25,6 +24,7 @@ from megatron_stare.reporting.summary import (
     Claim,
     arm_label,
     check_comparison,
+    mean_and_interval,
     summarize_run,
     target_of,
 )

@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks._synthetic_run import write_run
 from megatron_stare.config import UserError
-from megatron_stare.reporting.intervals import mean_runs
 from megatron_stare.reporting.page.content import (
     at_bound,
     colours_of,
@@ -17,7 +16,7 @@ from megatron_stare.reporting.page.content import (
     short,
 )
 from megatron_stare.reporting.page.runs import Run
-from megatron_stare.reporting.summary import summarize_run
+from megatron_stare.reporting.summary import mean_runs, summarize_run
 
 
 @pytest.fixture(scope="module")

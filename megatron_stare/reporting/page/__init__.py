@@ -1,4 +1,1 @@
-"""The report page: data collected from runs (no HTML here), and assets/ that draw it.
-
-runs -> figures, about -> content (one JSON tree) -> render.
-"""
+"""The content of a report page, collected from runs as one tree, and the assets/ that draw it."""

@@ -9,7 +9,7 @@ import pytest
 from benchmarks._synthetic_run import write_alarm, write_run
 from megatron_stare.reporting.report import write_report
 from tests.browser import chromium
-from tests.reporting.page.test_render import HOSTILE
+from tests.reporting.test_report_page import HOSTILE
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from benchmarks._synthetic_run import write_run
-from megatron_stare.reporting.page.about import about_of
+from megatron_stare.reporting.page.content import about_of
 from megatron_stare.reporting.page.runs import Run, Source
 from megatron_stare.reporting.provenance import STARTS_NAME, read_starts, record_start
 

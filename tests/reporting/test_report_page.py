@@ -11,9 +11,9 @@ from importlib.resources import files
 import pytest
 
 from benchmarks._synthetic_run import write_run
-from megatron_stare.reporting.page import render as render_module
+from megatron_stare.reporting import report
 from megatron_stare.reporting.page.content import content_of
-from megatron_stare.reporting.page.render import as_json, printable, render
+from megatron_stare.reporting.report import as_json, printable, render
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -102,11 +102,9 @@ def test_numbers_outside_of_json_are_refused():
 def test_the_chart_library_is_as_published_with_its_licence(tmp_path):
     folder = files("megatron_stare.reporting.page") / "assets"
     digests = {
-        render_module.LIBRARY: "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
-        render_module.LIBRARY_STYLE: (
-            "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04"
-        ),
-        render_module.LIBRARY_LICENSE: (
+        report.LIBRARY: "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        report.LIBRARY_STYLE: ("df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04"),
+        report.LIBRARY_LICENSE: (
             "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd"
         ),
     }
@@ -114,4 +112,4 @@ def test_the_chart_library_is_as_published_with_its_licence(tmp_path):
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, name
     write_run(tmp_path, 2)
     page = render(content_of([tmp_path]))
-    assert (folder / render_module.LIBRARY_LICENSE).read_text() in page
+    assert (folder / report.LIBRARY_LICENSE).read_text() in page

@@ -26,7 +26,7 @@ from tests.distributed import fork_server
 
 TIMEOUT = 15.0  # a fifth of it is the margin on a busy machine: 3 s
 WORLD = 3  # rank 1 is at fault
-SCENARIOS = ("stopped", "elsewhere", "held", "failing", "waiting", "alone")
+SCENARIOS = ("stopped", "elsewhere", "held", "failing", "waiting", "alone", "again")
 PATIENCE_SECONDS = 120.0
 
 
@@ -43,7 +43,7 @@ def go_wrong(scenario: str) -> None:
     time.sleep(TIMEOUT / 5)  # a few beats: of who is silent, the others know the last one
     if scenario == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif scenario in ("elsewhere", "alone"):
+    elif scenario in ("elsewhere", "alone", "again"):
         read_a_row_that_never_comes()
     elif scenario == "held":
         match_for_years()
@@ -55,12 +55,22 @@ def go_wrong(scenario: str) -> None:
             time.sleep(TIMEOUT / 15)
 
 
+def leave_an_old_report(file: Path) -> None:
+    """What the same command left when it hung an hour ago."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("hang: of an earlier start")
+    os.utime(file, (time.time() - 3600,) * 2)
+
+
 def one_rank(scenario: str, rank: int, world: int, folder: Path) -> None:
     os.dup2(os.open(folder / f"stderr_{rank}", os.O_CREAT | os.O_WRONLY), 2)
     sys.stderr = os.fdopen(2, "w")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), GLOO_SOCKET_IFNAME="lo")
     os.environ.update(MASTER_PORT=str(folder))  # one start of one run
-    with Watchdog(RunConfig(dir=str(folder), hang_timeout=TIMEOUT)) as watchdog:
+    guard = Watchdog(RunConfig(dir=str(folder), hang_timeout=TIMEOUT))
+    if scenario == "again":
+        leave_an_old_report(guard.report_file)
+    with guard as watchdog:
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/rendezvous",
@@ -179,6 +189,12 @@ def test_a_single_process_reports_its_hang(ended):
     assert (
         "all are in read_a_row_that_never_comes, no collective (step 3, rollout)" in hang.headline
     )
+
+
+def test_the_report_of_an_earlier_hang_ends_no_later_start(ended):
+    hang = ended["again"]
+    assert hang.codes == [HUNG] * WORLD
+    assert "the others wait for rank 1 (step 3, rollout: read_a_row" in hang.headline
 
 
 def test_the_first_failure_is_named_where_it_happens(ended):

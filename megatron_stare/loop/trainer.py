@@ -61,7 +61,7 @@ class Trainer:
         """
         self.interrupt.check()
         try:
-            metrics = self.progress.unwritten or self._evaluated_at_start() | self.train_step()
+            metrics = self.progress.unwritten or self.train_step()
             if self.evaluator.due(self.step):
                 self.progress.unwritten, watch = metrics, Stopwatch()
                 self.collector.prefetch(self.step)
@@ -88,7 +88,7 @@ class Trainer:
 
     def train_step(self) -> dict[str, float]:
         """One step: collect, record, learn, finish, sync. Interrupted: before its updates."""
-        watch = Stopwatch()
+        start, watch = self._evaluated_at_start(), Stopwatch()
         self.progress.start_step()
         with watch("rollout"), self.interrupt.ending(self.collector.stop):
             collected = self.collector.collect(self.step)
@@ -99,7 +99,9 @@ class Trainer:
         batch = (collected.groups, self.step, collected.signal)
         result = self.learner.step(*batch, watch, self.interrupt.check)
         self.progress.count_nonfinite(result.error)
-        metrics = collected.metrics | result.metrics | {"skipped": float(not collected.signal)}
+        metrics = (
+            start | collected.metrics | result.metrics | {"skipped": float(not collected.signal)}
+        )
         metrics = self.progress.end_step(metrics, collected.groups)
         with watch("wait"), self.interrupt.ending(self.collector.stop):
             self.collector.finish_step(metrics, result.old_logprobs)

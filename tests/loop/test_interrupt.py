@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.config import Config, dump
+from megatron_stare.config import Config, EngineError, dump
 from megatron_stare.loop.interrupt import SAME_REQUEST_SECONDS, Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
@@ -220,3 +220,22 @@ def test_a_signal_in_any_phase_loses_and_doubles_nothing(
         assert resumed.collector.stream.position == 16, "no problem was left out"
     else:
         assert rows == wanted and len(rows) == 4
+
+
+def test_the_evaluation_at_the_start_is_in_the_line_of_an_interrupted_first_step(
+    tmp_path: Path, topology: Topology
+) -> None:
+    words = (f"evaluation.eval_data.held={tmp_path}/problems.jsonl", "train.num_rollout=1")
+    config = small_config(tmp_path, *words, "evaluation.eval_at_start=true")
+    trainer, interrupt = Trainer(config, topology), Interrupt()
+
+    def aborted(*_: Any) -> None:
+        interrupt.ask()
+        raise EngineError("aborted")
+
+    trainer.collector.finish_step = aborted  # type: ignore[method-assign]
+    assert not trainer.run(interrupt)
+    assert trainer.step == 1 and rows_of(config) == []
+    assert Trainer(config, topology).run(Interrupt())
+    (row,) = rows_of(config)
+    assert "entropy" in row and "eval_start/held/avg_at_k" in row

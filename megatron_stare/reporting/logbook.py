@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,6 @@ class Logbook:
         self.path = self.directory / METRICS_NAME
         self.last_step = self._cut(done)
         self._file = self.path.open("ab", buffering=0)
-        self._size = self._file.tell()  # of the whole lines in the file
         self._queue: list[bytes] = []  # lines that are not in the file yet
         self._best_effort = BestEffort(
             f"metrics wait in memory until {self.path} can be written, and the run continues"
@@ -166,13 +166,9 @@ class Logbook:
                 _warn(tracker, "could not be closed", error)
 
     def _write_out(self) -> None:
-        """Write the lines of the queue, in place of what a failed attempt left of them."""
-        os.ftruncate(self._file.fileno(), self._size)
         while self._queue:
-            left = self._queue[0]
-            while left:
-                left = left[self._file.write(left) :]
-            self._size += len(self._queue.pop(0))
+            _append(self._file, self._queue[0])
+            self._queue.pop(0)
 
     def _finite(self, row: dict[str, Any]) -> dict[str, Any]:
         odd = {key for key, value in row.items() if isinstance(value, float)}
@@ -225,6 +221,17 @@ def open_logbook(
     return Logbook(Path(run.dir), done, trackers_of(run))
 
 
+def _append(file: FileIO, line: bytes) -> None:
+    """Write a line, as a whole or not at all. OSError: the disk is full."""
+    size = os.fstat(file.fileno()).st_size
+    try:
+        while line:
+            line = line[file.write(line) :]
+    except OSError:
+        file.truncate(size)
+        raise
+
+
 def _warn(tracker: Tracker, what: str, error: Exception) -> None:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     print(f"warning: {tracker.name} {what}: {first}", file=sys.stderr, flush=True)
@@ -259,9 +266,9 @@ class Alarm:
 
 
 def append_alarm(directory: Path, alarm: Alarm) -> None:
-    """Append one line."""
-    with (Path(directory) / ALARMS_NAME).open("a", encoding="ascii") as file:
-        file.write(json.dumps(dataclasses.asdict(alarm)) + "\n")
+    """Append one line. OSError: the disk is full."""
+    with (Path(directory) / ALARMS_NAME).open("ab", buffering=0) as file:
+        _append(file, _alarm_line(alarm).encode())
 
 
 def read_alarms(directory: Path) -> list[Alarm]:
@@ -278,4 +285,8 @@ def cut_alarms(directory: Path, step: int) -> None:
     if not path.is_file():
         return
     kept = [alarm for alarm in read_alarms(directory) if alarm.step <= step]
-    atomic_write(path, "".join(json.dumps(dataclasses.asdict(alarm)) + "\n" for alarm in kept))
+    atomic_write(path, "".join(map(_alarm_line, kept)))
+
+
+def _alarm_line(alarm: Alarm) -> str:
+    return json.dumps(dataclasses.asdict(alarm)) + "\n"

@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stare.config import UserError
-from megatron_stare.reporting.logbook import Logbook, Tail, read_metrics
+from megatron_stare.reporting.logbook import (
+    Alarm,
+    Logbook,
+    Tail,
+    append_alarm,
+    read_alarms,
+    read_metrics,
+)
 from megatron_stare.reporting.trackers import Row
 
 
@@ -189,3 +196,18 @@ def test_a_tail_leaves_damaged_lines_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n\0\0\n\n[2]\n{"step": 3}\n')
     assert [row["step"] for row in Tail(path).read()] == [1, 3]
+
+
+def test_an_alarm_that_a_full_disk_refuses_damages_no_other(tmp_path):
+    alarms = [Alarm(step, "entropy", "low", step, "lower optimizer.lr") for step in (1, 2, 3)]
+    append_alarm(tmp_path, alarms[0])
+    size = (tmp_path / "alarms.jsonl").stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 7, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            append_alarm(tmp_path, alarms[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    append_alarm(tmp_path, alarms[2])
+    assert read_alarms(tmp_path) == [alarms[0], alarms[2]]

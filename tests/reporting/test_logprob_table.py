@@ -6,7 +6,7 @@ import math
 
 import numpy
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stare.reporting.logprob_table import Parity, difference, text
@@ -24,6 +24,7 @@ def bin_of(position: int) -> int:
     return begin
 
 
+@settings(deadline=None)
 @given(COLUMNS)
 def test_differences_equal_the_naive_twin(rows):
     one = [numpy.array([pair[0] for pair in row], numpy.float32) for row in rows]

@@ -24,11 +24,17 @@ from megatron_stare.collect.worker_main import WorkerParts
 from megatron_stare.config import Config, UserError
 from megatron_stare.data.prompts import prompts_digest
 from megatron_stare.loop import run_directory
-from megatron_stare.loop.evaluation import Evaluator, Examiner, policy_name
+from megatron_stare.loop.evaluation import (
+    EvaluationSet,
+    Evaluator,
+    Examiner,
+    build_sets,
+    policy_name,
+)
 from megatron_stare.loop.learn import Learner
 from megatron_stare.loop.parity import Witness
 from megatron_stare.loop.prepare import updates_per_rollout
-from megatron_stare.loop.resolve import environments, load_tokenizer, resolve
+from megatron_stare.loop.resolve import environments, load_tokenizer, offered_tools, resolve
 from megatron_stare.policy import build, model_state, runtime
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.adapters import check as check_adapters
@@ -65,18 +71,21 @@ def assemble(config: Config, topology: Topology) -> Parts:
     if topology.is_first:
         run_directory.claim(config)
     hf, objective, judge, tokenizer, stream, lines = resolve(config)
-    build.transformer_config(hf, config.policy, topology)
-    check_adapters(hf, config.adapters, config.policy)
-    if topology.is_first:
-        run_directory.claim_prompts(config, len(stream.prompts), prompts_digest(stream.prompts))
-        for line in lines:
-            print(line, flush=True)
     with contextlib.ExitStack() as on_failure:
+        on_failure.callback(judge.close)
+        build.transformer_config(hf, config.policy, topology)
+        check_adapters(hf, config.adapters, config.policy)
+        if topology.is_first:
+            run_directory.claim_prompts(config, len(stream.prompts), prompts_digest(stream.prompts))
+            for line in lines:
+                print(line, flush=True)
+        sets = evaluation_sets(config, tokenizer, topology)
         workers = build_workers(config, topology)
         if workers is not None:
             on_failure.callback(workers.close)
         engine = build_engine(config, tokenizer, topology, workers)
-        evaluator = Evaluator(config, tokenizer, engine, judge, topology, workers)
+        on_failure.callback(engine.close)
+        evaluator = Evaluator(config, sets, engine, judge, topology, workers)
         actor = Actor(config, topology, config.train.num_rollout * updates_per_rollout(config))
         witness = Witness(config, actor, engine, stream, tokenizer)
         learner = Learner(config, objective, actor, tokenizer, witness)
@@ -84,6 +93,17 @@ def assemble(config: Config, topology: Topology) -> Parts:
         collector = RolloutBuffer(config, stream, engine, rollout_workers, topology)
         on_failure.pop_all()
         return Parts(actor, engine, collector, evaluator, judge, learner)
+
+
+def evaluation_sets(
+    config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology
+) -> list[EvaluationSet]:
+    """The sets of evaluation.eval_data; the first rank prints what there is to say about them."""
+    sets, lines = build_sets(config, tokenizer, offered_tools(config))
+    if topology.is_first:
+        for line in lines:
+            print(line, flush=True)
+    return sets
 
 
 def build_engine(
@@ -246,12 +266,13 @@ def evaluate_checkpoint(
     judge, tokenizer = build_judge(config), load_tokenizer(config.policy.hf_checkpoint)
     with contextlib.ExitStack() as ending:
         ending.callback(judge.close)
+        sets = evaluation_sets(config, tokenizer, topology)
         workers = build_workers(config, topology)
         if workers is not None:
             ending.callback(workers.close)
         engine = build_engine(config, tokenizer, topology, workers)
         ending.callback(engine.close)
-        evaluator = Evaluator(config, tokenizer, engine, judge, topology, workers)
+        evaluator = Evaluator(config, sets, engine, judge, topology, workers)
         model, step = saved_policy(config, topology, load)
         engine.load_weights(model.served_weights(), step)
         name = policy_name(config, model.fingerprint())

@@ -30,7 +30,6 @@ from megatron_stare.collect.process_worker import WorkerProcesses
 from megatron_stare.config import Config, EngineError, EvaluationSetConfig, ScoringConfig
 from megatron_stare.data.prompts import Tools, check_rewarded, load_prompts
 from megatron_stare.data.sources import parts
-from megatron_stare.loop.resolve import offered_tools
 from megatron_stare.numerics.exchange import all_gather_bytes
 from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import Prompt, Rollout, readable
@@ -42,6 +41,7 @@ from megatron_stare.reporting.problem_scores import (
     problem_row,
     responses_directory,
     set_metrics,
+    start_key,
 )
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
 from megatron_stare.scoring.judge import Judge, RewardBackend, sample_of
@@ -212,9 +212,7 @@ class Examiner:
     def _sampled(
         self, one: EvaluationSet, places: Sequence[int], journal: Journal | None
     ) -> list[Rollout]:
-        """`samples` rollouts of each of these prompts, in order;
-        those in the journal are not sampled again.
-        """
+        """`samples` rollouts of each of these prompts, in order; the journal's are not sampled."""
         keys = [(place, number) for place in places for number in range(one.samples)]
         found: dict[Key, Rollout] = {}
         if journal is not None:
@@ -223,19 +221,25 @@ class Examiner:
                 key: rollout for key in keys if (rollout := journal.pop(key, _OLDEST)) is not None
             }
         missing = [key for key in keys if key not in found]
-        requests = [one.request(place, number) for place, number in missing]
-        futures = dict(
-            zip(missing, self.engine.submit(requests, one.params) if requests else [], strict=True)
-        )
-        if journal is not None:
-            written, lock = set[Key](), threading.Lock()
-            notes = {key: functools.partial(_note, journal, written, lock, key) for key in futures}
-            for key, future in futures.items():
-                future.add_done_callback(notes[key])
+        requests = [one.request(*key) for key in missing]
+        submitted = self.engine.submit(requests, one.params) if requests else []
+        futures = dict(zip(missing, submitted, strict=True))
+        unwritten, lock = set(missing), threading.Lock()
+
+        def note(key: Key, done: Future[Rollout]) -> None:
+            """Write a finished rollout, once, from whichever thread comes first."""
+            if journal is None or done.cancelled() or done.exception() is not None:
+                return
+            with lock:
+                if key in unwritten and done.result().status != "aborted":
+                    unwritten.remove(key)
+                    journal.write(key, done.result())
+
+        for key, future in futures.items():
+            future.add_done_callback(functools.partial(note, key))
         self.wait(list(futures.values()))
-        if journal is not None:
-            for key, future in futures.items():  # a future is done a moment before it calls back
-                notes[key](future)
+        for key, future in futures.items():  # a future is done a moment before it calls back
+            note(key, future)
         rollouts = [found[key] if key in found else futures[key].result() for key in keys]
         if any(rollout.status == "aborted" for rollout in rollouts):
             raise EngineError("the engine aborted a rollout that was not to be aborted")
@@ -271,17 +275,6 @@ class Examiner:
         return problems
 
 
-def _note(
-    journal: Journal, written: set[Key], lock: threading.Lock, key: Key, done: Future[Rollout]
-) -> None:
-    """Write a finished rollout, once, from whichever thread comes first."""
-    if not done.cancelled() and done.exception() is None and done.result().status != "aborted":
-        with lock:
-            if key not in written:
-                written.add(key)
-                journal.write(key, done.result())
-
-
 def _write_responses(
     file: Path,
     one: EvaluationSet,
@@ -301,33 +294,36 @@ def _write_responses(
 
 
 class Evaluator:
-    """Every set of evaluation.eval_data, tokenised once.
-    A response is right where its verdict is `correct`.
+    """Evaluates the sets; a response is right where its verdict is `correct`. `workers` do it,
+    where there are any.
     """
 
     def __init__(
         self,
         config: Config,
-        tokenizer: PreTrainedTokenizerBase,
+        sets: Sequence[EvaluationSet],
         engine: Engine,
         judge: Judge,
         topology: Topology,
         workers: WorkerProcesses | None = None,
     ) -> None:
-        """`workers` do it, where there are any."""
-        self.config, self.engine, self.topology, self.workers = config, engine, topology, workers
+        self.config, self.sets, self.engine = config, sets, engine
+        self.topology, self.workers = topology, workers
         self.examiner = Examiner(config, engine, judge, engine.wait)
-        self.sets, lines = build_sets(config, tokenizer, offered_tools(config))
-        if lines and topology.is_first:
-            print("\n".join(lines), flush=True)
         self.problems: dict[str, list[Problem]] = {}  # of the last evaluation
 
     def due(self, step: int) -> bool:
-        """Whether to evaluate after this step:
-        at the interval, and after the last step of the run.
-        """
+        """Whether to evaluate after this step: at the interval, and after the run's last step."""
         interval = self.config.evaluation.eval_interval
         return interval > 0 and (step % interval == 0 or step == self.config.train.num_rollout)
+
+    def evaluate_start(self, step: int) -> dict[str, float]:
+        """eval_start/<set>/<number> of the policy that the first step starts from, if
+        evaluation.eval_at_start asks for it; empty after a step. Collective.
+        """
+        if step or not self.config.evaluation.eval_at_start:
+            return {}
+        return {start_key(key): value for key, value in self.evaluate(step).items()}
 
     def evaluate(
         self, step: int, journals: Path | None = None, policy: str = ""
@@ -358,8 +354,8 @@ class Evaluator:
             self.workers.abort()
 
     def _evaluated(self, one: EvaluationSet, kept: Destinations) -> list[Problem]:
-        """The set's problems in order, on every rank;
-        each worker process, or else each of the engine's sources, samples and judges its share.
+        """The set's problems in order, on every rank; each worker process, or else each of the
+        engine's sources, samples and judges its share.
         """
         mine: list[Problem] = []
         agreed(self.topology, lambda: self._forget(kept))

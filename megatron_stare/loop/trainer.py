@@ -5,22 +5,28 @@ from __future__ import annotations
 from contextlib import closing, nullcontext
 from pathlib import Path
 
+from megatron_stare.collect.rollout_buffer import RolloutBuffer
 from megatron_stare.config import Config, TaskSolved
 from megatron_stare.loop import assemble, run_directory
 from megatron_stare.loop.interrupt import Interrupt, Interrupted
+from megatron_stare.loop.learn import Learner
 from megatron_stare.loop.metrics import Stopwatch, gpu_metrics
 from megatron_stare.loop.prepare import target_of
 from megatron_stare.loop.progress import FATAL, Progress, SavedRun
 from megatron_stare.loop.record import Recorder
+from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints.checkpoints import LATEST
 from megatron_stare.policy.huggingface.shape import shape_of
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.heartbeat import phase
-from megatron_stare.reporting.problem_scores import start_key
 
 
 class Trainer:
     """One run: everything it needs, built once; `run` trains to the end or to an interrupt."""
+
+    actor: Actor
+    collector: RolloutBuffer
+    learner: Learner
 
     def __init__(self, config: Config, topology: Topology, load: str = LATEST) -> None:
         self.config, self.topology, self.directory = config, topology, Path(config.run.dir)
@@ -78,17 +84,11 @@ class Trainer:
         self.progress.unwritten = {}
         return metrics
 
-    def _evaluated_at_start(self) -> dict[str, float]:
-        """The evaluation of the policy that the first step starts from, if it is asked for."""
-        if self.step or not self.config.evaluation.eval_at_start:
-            return {}
-        with phase("evaluate"), self.interrupt.ending(self.evaluator.stop):
-            found = self.evaluator.evaluate(self.step)
-        return {start_key(key): value for key, value in found.items()}
-
     def train_step(self) -> dict[str, float]:
         """One step: collect, record, learn, finish, sync. Interrupted: before its updates."""
-        start, watch = self._evaluated_at_start(), Stopwatch()
+        with phase("evaluate"), self.interrupt.ending(self.evaluator.stop):
+            start = self.evaluator.evaluate_start(self.step)
+        watch = Stopwatch()
         self.progress.start_step()
         with watch("rollout"), self.interrupt.ending(self.collector.stop):
             collected = self.collector.collect(self.step)
@@ -99,9 +99,8 @@ class Trainer:
         batch = (collected.groups, self.step, collected.signal)
         result = self.learner.step(*batch, watch, self.interrupt.check)
         self.progress.count_nonfinite(result.error)
-        metrics = (
-            start | collected.metrics | result.metrics | {"skipped": float(not collected.signal)}
-        )
+        metrics = start | {"skipped": float(not collected.signal)}
+        metrics |= collected.metrics | result.metrics
         metrics = self.progress.end_step(metrics, collected.groups)
         with watch("wait"), self.interrupt.ending(self.collector.stop):
             self.collector.finish_step(metrics, result.old_logprobs)

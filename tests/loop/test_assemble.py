@@ -1,4 +1,4 @@
-"""The engine of a run with agents."""
+"""The order in which a run is built, and the engine of a run with agents."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stare.config import Config, override
+from megatron_stare.config import Config, UserError, override
+from megatron_stare.loop import assemble
 from megatron_stare.loop.assemble import with_tools
+from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
 from tests.rollout.agents.scripted import PROGRAMS, Scripted
+from tests.small_run import small_config
 from tests.tiny_models import byte_tokenizer, tiny_config
 
 
@@ -35,3 +39,17 @@ def test_the_length_of_a_sequence_is_bounded_by_model_and_rank(
         assert isinstance(engine, AgentEngine) and engine.context_length == longest
     finally:
         engine.close()
+
+
+def test_a_bad_row_of_an_evaluation_ends_a_start_before_any_engine(
+    tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
+):
+    def build_engine(*_: object) -> None:
+        raise AssertionError("servers are started")
+
+    monkeypatch.setattr(assemble, "build_engine", build_engine)
+    file = tmp_path / "held.jsonl"
+    file.write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": 3}\n')
+    config = small_config(tmp_path, f"evaluation.eval_data.held={file}")
+    with pytest.raises(UserError, match=r"held\.jsonl"):
+        Trainer(config, topology)

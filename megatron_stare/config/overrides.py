@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import typing
 from collections.abc import Hashable, Iterable, Iterator
@@ -91,7 +90,7 @@ def _node(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
 
 def _validated(tree: dict[str, Any]) -> Config:
     try:
-        return _adapter().validate_python(tree)
+        return TypeAdapter(Config).validate_python(tree)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = [str(part) for part in first["loc"]]
@@ -201,11 +200,6 @@ def _merged(old: Any, new: Any) -> Any:
     if isinstance(old, dict) and isinstance(new, dict):
         return old | {name: _merged(old.get(name), value) for name, value in new.items()}
     return new
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[Config]:
-    return TypeAdapter(Config)
 
 
 def _refusal(place: list[str], value: Any) -> str:

@@ -42,18 +42,9 @@ from megatron_stare.config.training import (
 )
 
 AlarmName = Literal[
-    "entropy",
-    "selection",
-    "weight",
-    "gradient",
-    "mismatch",
-    "exactness",
-    "length",
-    "format",
-    "repeated",
-    "reward",
-    "nonfinite",
-]
+    "entropy", "selection", "weight", "gradient", "mismatch", "exactness", "length", "format",
+    "repeated", "reward", "nonfinite",
+]  # fmt: skip
 
 
 @section

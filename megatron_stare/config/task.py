@@ -21,17 +21,9 @@ from megatron_stare.config.section import (
 DATA_SOURCE = "data_source"  # key of a prompt's metadata: the data set of its row
 PER_SOURCE = "per_source"  # the reward that judges each row by that of its data set
 Script = Literal[
-    "latin",
-    "han",
-    "japanese",
-    "hangul",
-    "cyrillic",
-    "greek",
-    "arabic",
-    "hebrew",
-    "devanagari",
+    "latin", "han", "japanese", "hangul", "cyrillic", "greek", "arabic", "hebrew", "devanagari",
     "thai",
-]
+]  # fmt: skip
 
 
 def source_of(metadata: Mapping[str, Any]) -> str:

@@ -19,6 +19,11 @@ from megatron_stare.config.section import (
     section,
 )
 
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm",
+    "row-mean",
+]  # fmt: skip
+
 
 @section
 class TuningConfig:
@@ -253,16 +258,7 @@ class LossConfig:
     eps_clip_c: NonNegative | None = None
     """Bound of the dual clip on tokens with a negative advantage, above 1; 0 turns it off, and
     unset uses the objective's published value."""
-    aggregation: (
-        Literal[
-            "token-mean",
-            "seq-mean-token-mean",
-            "seq-mean-token-sum",
-            "seq-mean-token-sum-norm",
-            "row-mean",
-        ]
-        | None
-    ) = None
+    aggregation: Aggregation | None = None
     """How token losses become the batch loss; unset uses the objective's own aggregation."""
     padded_length: Count | None = None
     """Divisor of aggregation seq-mean-token-sum-norm; unset is rollout.rollout_max_response_len."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megatron_stare.commands.gpuday import models
-from megatron_stare.commands.gpuday.results import Day
+from megatron_stare.commands.gpuday.rows import Day
 from megatron_stare.commands.gpuday.stages import STAGES, Stage, run_stages
 
 pytestmark = pytest.mark.nullcuda
@@ -43,8 +44,11 @@ def test_the_weights_of_a_real_model_are_drawn_on_the_gpu(
     shape = models.model_shape("Qwen3-8B")
     small = type(shape)(**shape.to_dict() | {"layer_types": None} | models.TINY)
     monkeypatch.setattr(models, "model_shape", lambda _: small)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
     with counting() as counts:
         directory = models.random_model(Day(tmp_path, gpus=1), "drawn", "Qwen3-8B")
     assert counts.launches > 0
+    assert torch.cuda.memory_reserved() <= before, "the runs of the stage need the memory"
     embedding = load_file(directory / "model.safetensors")["model.embed_tokens.weight"].float()
     assert abs(float(embedding.std()) - models.TINY["initializer_range"]) < 0.01

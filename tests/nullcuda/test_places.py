@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from megatron_stare.loop import progress
 from megatron_stare.numerics.token_stats import tile_of
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
-from megatron_stare.policy.tuning import hardware
+from megatron_stare.policy.tuning import Hardware, hardware
 from tests.rollout.sglang.fake_server import fake_servers
 from tests.tiny_models import tiny_config, write_checkpoint
 
@@ -58,10 +57,9 @@ def test_the_kit_without_transformer_engine_measures_torchs_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert seen_gpus() == torch.cuda.device_count() > 0
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    attend, name = kernels._attend(8)
-    parts = [torch.randn(1, 4, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    assert name == "torch" and attend(*parts).shape == (1, 4, 8, 128)
+    monkeypatch.setattr(kernels, "hardware", Hardware)
+    row = kernels._attention(8)
+    assert row.what == "attention of 8 tokens (torch)" and float(row.measured) > 0
     assert "not measured" in str(kernels._layer(8).measured)
 
 

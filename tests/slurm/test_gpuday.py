@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_stare.commands.gpuday.results import read_result
+from megatron_stare.commands.gpuday.stages import read_result
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.slurm

@@ -11,8 +11,14 @@ from pathlib import Path
 import yaml
 
 from megatron_stare.commands.arguments import OVERRIDES, argument, command
-from megatron_stare.commands.gpuday.results import Day, Result, read_result
-from megatron_stare.commands.gpuday.stages import STAGES, find_stages, run_stages
+from megatron_stare.commands.gpuday.rows import Day
+from megatron_stare.commands.gpuday.stages import (
+    STAGES,
+    Result,
+    find_stages,
+    read_result,
+    run_stages,
+)
 from megatron_stare.config import Config, UserError, override
 from megatron_stare.system import atomic_write
 

@@ -6,7 +6,7 @@ Shape legend: N rows (tokens), n sampled rows, H hidden width, V vocabulary, v s
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import shutil
 import statistics
 import sys
@@ -17,15 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stare.commands.gpuday.results import (
-    Day,
-    Measurement,
-    at_least,
-    at_most,
-    holds,
-    within,
-)
-from megatron_stare.commands.gpuday.stages import checked, checkout, last_line
+from megatron_stare.commands.gpuday.rows import Day, Measurement, at_least, at_most, holds, within
+from megatron_stare.commands.gpuday.stages import checkout, succeeds
 from megatron_stare.config import PolicyConfig
 from megatron_stare.numerics.fused_loss import fused_loss
 from megatron_stare.numerics.hashes import tile_total
@@ -117,24 +110,23 @@ class HeadSample:
 
 def right(day: Day) -> Iterator[Measurement]:
     """K1: the tests marked `gpu`, then each kernel at real sizes."""
-    yield _tests()
+    if root := checkout():
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+        command += ["--rootdir", str(root), str(root / "tests")]
+        yield succeeds("tests marked gpu", command)
+    else:
+        yield holds("tests marked gpu", False, "not run: the checkout has no tests", "WARN")
     for size in (SMALL,) if day.rehearsal else (RANK, WHOLE):
         yield from _head_against_float64(HeadSample(*size))
     yield _products(64 if day.rehearsal else 8704)
     yield _hashes(20_000 if day.rehearsal else 500_000_003)
-    yield _sanitized()
-
-
-def _tests() -> Measurement:
-    what, root = "tests marked gpu", checkout()
-    if root is None:
-        return Measurement(what, "not run: the checkout has no tests", verdict="WARN")
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    try:
-        said = checked([*command, "--rootdir", str(root), str(root / "tests")])
-    except RuntimeError as error:  # the rows after this one still say where it goes wrong
-        return Measurement(what, str(error), verdict="FAIL")
-    return Measurement(what, last_line(said).strip("= "), verdict="OK")
+    if program := shutil.which("compute-sanitizer"):
+        small = f"from {__name__} import HeadSample; HeadSample(*{SMALL}).step()"
+        options = ["--tool", "memcheck", "--error-exitcode", "9"]
+        command = [program, *options, sys.executable, "-c", small]
+        yield succeeds("compute-sanitizer memcheck", command)
+    else:
+        yield Measurement("compute-sanitizer", "not run: it is not installed (CUDA toolkit)")
 
 
 def _head_against_float64(head: HeadSample) -> Iterator[Measurement]:
@@ -147,20 +139,20 @@ def _head_against_float64(head: HeadSample) -> Iterator[Measurement]:
     expected_n = -log_nV.gather(1, head.target_N[some].unsqueeze(1)).squeeze(1)
     (expected_nH,) = torch.autograd.grad(expected_n.sum() / rows, hidden_nH)
     log_nV, expected_n = log_nV.detach(), expected_n.detach()
-    errors = {
+    nats = {
         "surprisal": _most(surprisal_N[some] - expected_n),
         "entropy": _most(entropy_N[some] + (log_nV.exp() * log_nV).sum(1)),
     }
-    for what, error in errors.items():
+    for what, error in nats.items():
         yield within(f"{head.name}: {what}", error, MOST_NATS, "nats")
     del log_nV
     columns = torch.linspace(0, vocabulary - 1, 64, device=device()).long()
     expected_vH = _weight_gradient(head, surprisal_N, columns)
-    errors = {
+    relative = {
         "hidden states": relative_error(hidden_grad_NH[some], expected_nH),
         "the weight": relative_error(weight_grad_VH[columns], expected_vH),
     }
-    for what, error in errors.items():
+    for what, error in relative.items():
         yield within(f"{head.name}: gradient of {what}", error, MOST_RELATIVE)
     with torch.no_grad():
         stats = token_stats(head.hidden_NH, head.shard, head.target_N, collision=True)
@@ -201,17 +193,6 @@ def _hashes(elements: int) -> Measurement:
     words = torch.arange(elements, dtype=torch.int32) * 2654435 + 7
     found = int(tile_total(words.to(device())))
     return holds(f"tile hash of {elements:,} words", found == int(tile_total(words)))
-
-
-def _sanitized() -> Measurement:
-    program = shutil.which("compute-sanitizer")
-    if program is None:
-        return Measurement("compute-sanitizer", "not run: it is not installed (CUDA toolkit)")
-    small = f"from {__name__} import HeadSample; HeadSample(*{SMALL}).step()"
-    options = ["--tool", "memcheck", "--error-exitcode", "9"]
-    said = checked([program, *options, sys.executable, "-c", small])
-    summary = [line.strip("= ") for line in said.splitlines() if "ERROR SUMMARY" in line]
-    return Measurement("compute-sanitizer memcheck", summary[-1] if summary else "no summary")
 
 
 def _most(difference: Tensor) -> float:
@@ -267,52 +248,37 @@ def _three_products(rows: int, inputs: int, outputs: int) -> float:
 
 
 def _attention(length: int) -> Measurement:
-    """Causal attention of one sequence, forward and backward. A training step has three times the
-    forward pass's 2 S^2 D operations per head.
+    """Causal attention of one packed sequence, forward and backward: TransformerEngine's where it
+    is installed, else torch's. A training step has three times the forward pass's 2 S^2 D
+    operations per head.
     """
-    shape: tuple[int, ...] = (1, HEADS, length, 128)
-    parts = [torch.randn(shape, device=device(), dtype=torch.bfloat16) for _ in range(3)]
-    attend, name = _attend(length)
+    attend: Callable[..., Tensor]
+    shape: tuple[int, ...]
+    if hardware().has_transformer_engine:
+        import transformer_engine.pytorch as te
 
-    def step() -> None:
-        inputs = [part.detach().requires_grad_() for part in parts]
-        attend(*inputs).sum().backward()
-
-    share = 3 * 2 * length**2 * 128 * HEADS / seconds(step) / H100.operations
+        ends = torch.tensor([0, length], dtype=torch.int32, device=device())
+        bounds = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+        lengths = {"max_seqlen_q": length, "max_seqlen_kv": length}
+        mask = {"attn_mask_type": "padding_causal", "attention_dropout": 0.0}
+        module = te.DotProductAttention(HEADS, 128, qkv_format="thd", **mask)
+        attend = functools.partial(module, **bounds, **lengths)
+        name, shape = "TransformerEngine", (length, HEADS, 128)
+    else:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        attend = functools.partial(attention, is_causal=True)
+        name, shape = "torch", (1, HEADS, length, 128)  # its kernels take four axes
+    place: dict[str, Any] = {"device": device(), "dtype": torch.bfloat16, "requires_grad": True}
+    parts = [torch.randn(shape, **place) for _ in range(3)]
+    spent = seconds(lambda: attend(*parts).sum().backward())
+    share = 3 * 2 * length**2 * 128 * HEADS / spent / H100.operations
     what, expected = f"attention of {length:,} tokens ({name})", H100.attention_share
     return at_least(what, share, expected, "of peak", "attention_share")
 
 
-def _has_engine() -> bool:
-    """Whether TransformerEngine is installed and has a GPU."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-
-
-def _attend(length: int) -> tuple[Callable[..., Tensor], str]:
-    """TransformerEngine's attention of packed sequences where it is installed, else torch's."""
-    if not _has_engine():
-        attention = torch.nn.functional.scaled_dot_product_attention
-        return lambda q, k, v: attention(q, k, v, is_causal=True), "torch"
-    import transformer_engine.pytorch as te
-
-    module = te.DotProductAttention(
-        HEADS, 128, qkv_format="thd", attn_mask_type="padding_causal", attention_dropout=0.0
-    )
-    ends = torch.tensor([0, length], dtype=torch.int32, device=device())
-    bounds = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
-    lengths = {"max_seqlen_q": length, "max_seqlen_kv": length}
-
-    def attend(*parts: Tensor) -> Tensor:
-        packed = [part[0].transpose(0, 1).contiguous() for part in parts]
-        found: Tensor = module(*packed, **bounds, **lengths)
-        return found
-
-    return attend, "TransformerEngine"
-
-
 def _layer(tokens: int) -> Measurement:
     """TransformerEngine's MLP of a 32B layer under TP8, forward and backward."""
-    if not _has_engine():
+    if not hardware().has_transformer_engine:
         return Measurement("TransformerEngine MLP", "not measured: no GPU, or not installed")
     import transformer_engine.pytorch as te
 

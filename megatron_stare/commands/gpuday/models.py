@@ -1,10 +1,11 @@
-"""Random models and problems, for stages of a machine that has none of its own."""
+"""Random models, problems and rollouts, for stages of a machine that has none of its own."""
 
 from __future__ import annotations
 
+import gc
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from megatron_stare.commands.gpuday.results import Day
+from megatron_stare.commands.gpuday.rows import Day
 from megatron_stare.planning.shapes import model_shape
 from megatron_stare.policy import runtime
-from megatron_stare.records import Rollout
+from megatron_stare.records import Group, Prompt, Rollout
 
 TINY = {
     "vocab_size": 512,
@@ -67,6 +68,9 @@ def random_model(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(directory)
     _save_tokenizer(directory, config.vocab_size)
+    del model  # from the GPU, too, whose memory the runs of this stage need
+    gc.collect()
+    torch.cuda.empty_cache()
     return directory
 
 
@@ -83,10 +87,10 @@ def _save_tokenizer(directory: Path, vocabulary: int) -> None:
     fast.save_pretrained(directory)
 
 
-def problems(day: Day, count: int = 512) -> Path:
+def problems(day: Day) -> Path:
     """Sums of two numbers, with their labels, as a .jsonl file."""
     file, draw = day.path / "problems.jsonl", random.Random(0)
-    pairs = [(draw.randrange(100), draw.randrange(100)) for _ in range(count)]
+    pairs = [(draw.randrange(100), draw.randrange(100)) for _ in range(512)]
     rows = [{"prompt": f"{a} + {b} =", "label": str(a + b)} for a, b in pairs]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
@@ -97,16 +101,32 @@ def even_length(response: str, label: str, metadata: Mapping[str, object]) -> fl
     return float(sum(response.encode()) % 2 == 0)
 
 
-def made_up_rollout(
-    ids: numpy.ndarray, advantage: float, routing: numpy.ndarray | None = None
-) -> Rollout:
-    """A completed response of these tokens that no engine has sampled."""
-    return Rollout(
-        response_ids=ids.astype(numpy.int32),
-        logprobs=numpy.full(len(ids), -6.0, numpy.float32),
-        loss_mask=numpy.ones(len(ids), bool),
-        status="completed",
-        weight_version=0,
-        advantage=advantage,
-        routing=numpy.zeros(0, numpy.uint8) if routing is None else routing,
-    )
+def made_up_groups(
+    count: int, prompt: int, lengths: Sequence[int], routing: numpy.ndarray | None = None
+) -> list[Group]:
+    """`count` groups of tokens that no engine has sampled: a prompt of `prompt` tokens, responses
+    of these lengths, right and wrong in turn, and the experts of each.
+    """
+    draw = numpy.random.default_rng(0)
+
+    def tokens(length: int) -> numpy.ndarray:
+        return draw.integers(1, TINY["vocab_size"], length).astype(numpy.int32)
+
+    return [
+        Group(
+            Prompt(number, tokens(prompt), label=""),
+            tuple(
+                Rollout(
+                    response_ids=tokens(length),
+                    logprobs=numpy.full(length, -6.0, numpy.float32),
+                    loss_mask=numpy.ones(length, bool),
+                    status="completed",
+                    weight_version=0,
+                    advantage=1.0 if (number + place) % 2 else -1.0,
+                    routing=numpy.zeros(0, numpy.uint8) if routing is None else routing,
+                )
+                for place, length in enumerate(lengths)
+            ),
+        )
+        for number in range(count)
+    ]

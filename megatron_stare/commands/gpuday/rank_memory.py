@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stare.commands.gpuday.kernels import peak_bytes, synchronize
-from megatron_stare.commands.gpuday.models import made_up_rollout, model_of
-from megatron_stare.commands.gpuday.results import Day, Measurement, at_least, at_most, holds
+from megatron_stare.commands.gpuday.models import made_up_groups, model_of
+from megatron_stare.commands.gpuday.rows import Day, Measurement, at_least, at_most, holds
 from megatron_stare.config import Config, override
 from megatron_stare.losses import find_objective
 from megatron_stare.numerics.selection import Across
@@ -35,7 +35,7 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.topology import Topology
 from megatron_stare.recipes import CLUSTERS, find_recipe
-from megatron_stare.records import Group, Prompt, RoutingShape
+from megatron_stare.records import RoutingShape
 
 PROMPT, MICRO_BATCHES, STEPS = 64, 2, 2
 LARGEST = "long_cot_32b"  # it is also run with expandable segments
@@ -101,9 +101,9 @@ def _full(config: Config) -> tuple[int, int]:
 def _words(day: Day, name: str) -> list[str]:
     """The recipe's overrides: a model directory without weights; a tiny model in a rehearsal."""
     if day.rehearsal:
-        tiny = model_of(day)
         sizes = ("policy.max_tokens_per_gpu=256", "data.rollout_max_prompt_len=64")
-        return [f"policy.hf_checkpoint={tiny}", *sizes, "rollout.rollout_max_response_len=192"]
+        sizes += ("rollout.rollout_max_response_len=192",)
+        return [f"policy.hf_checkpoint={model_of(day)}", *sizes]
     folder = day.path / "models" / f"shape-{name}"
     model_shape(find_recipe(name).policy.hf_checkpoint).save_pretrained(folder)
     return [f"policy.hf_checkpoint={folder}"]
@@ -111,13 +111,18 @@ def _words(day: Day, name: str) -> list[str]:
 
 def steps(config: Config, topology: Topology, run: Work) -> tuple[Actor, Any, bool]:
     """The actor and batch of two steps, whose parts are passed to `run` with their names; and
-    whether every update found finite gradients.
+    whether every update found finite gradients. Every data rank has micro-batches full of the
+    longest sequences. Where there are experts, each gets as many of the tokens as every other
+    (policy.routing_replay=rollout).
     """
     model.hf_weights.load_hf = _random  # type: ignore[assignment]
     actor = run("build", Actor, config, topology, 1000)
     objective = find_objective(config.loss.name)
+    count, response = _full(config)
     shape = actor.routers.shape if actor.routers else None
-    batch = run("pack", actor.pack, full_groups(config, topology.data_size, shape), 0)
+    routing = _balanced(shape, PROMPT + response - 1) if shape else None
+    groups = made_up_groups(topology.data_size * count, PROMPT, (response,), routing)
+    batch = run("pack", actor.pack, groups, 0)
     bound, updated = objective.bind(config.loss), True
     for step in range(1, STEPS + 1):
         scored = run(f"score {step}", actor.score, batch, sensitivity=True)
@@ -132,21 +137,6 @@ def _random(chunks: list[Any], *_: Any) -> None:
     with torch.no_grad():
         for parameter in (value for chunk in chunks for value in chunk.parameters()):
             parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
-
-
-def full_groups(config: Config, data_ranks: int, shape: RoutingShape | None) -> list[Group]:
-    """Micro-batches full of the longest sequences, for every data rank. Where there are experts,
-    each gets as many of the tokens as every other (policy.routing_replay=rollout).
-    """
-    count, response = _full(config)
-    routing = _balanced(shape, PROMPT + response - 1) if shape else None
-    prompt = numpy.arange(1, PROMPT + 1, dtype=numpy.int32)
-    groups = []
-    for number in range(data_ranks * count):
-        ids = (numpy.arange(response) * 7 + number) % 500 + 1
-        rollout = made_up_rollout(ids, 1.0 if number % 2 else -1.0, routing)
-        groups.append(Group(Prompt(number, prompt, label=""), (rollout,)))
-    return groups
 
 
 def _balanced(shape: RoutingShape, positions: int) -> numpy.ndarray:
@@ -172,9 +162,8 @@ def _answer() -> None:
                 one.tensor.zero_()
         return []
 
-    for name in ("reduce_scatter_tensor", "all_to_all_single"):
-        setattr(dist, name, filled)
-    dist.batch_isend_irecv = received  # type: ignore[assignment]
+    dist.reduce_scatter_tensor = dist.all_to_all_single = filled
+    dist.batch_isend_irecv = received
 
 
 def _measured(config: Config, world: int) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import dataclasses
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -23,15 +25,22 @@ import psutil
 import torch
 
 from megatron_stare.commands.gpuday.models import even_length, model_of, problems
-from megatron_stare.commands.gpuday.results import (
+from megatron_stare.commands.gpuday.rows import (
     Day,
     Measurement,
+    Skipped,
     at_least,
     at_most,
     holds,
     within,
 )
-from megatron_stare.commands.gpuday.stages import checked
+from megatron_stare.commands.gpuday.stages import (
+    checked,
+    checkout,
+    last_line,
+    read_result,
+    succeeds,
+)
 from megatron_stare.config import Config, override
 from megatron_stare.http_client import authorization, session
 from megatron_stare.loop.resolve import load_tokenizer
@@ -42,13 +51,14 @@ from megatron_stare.planning.plan import GIB, RunPlan, make_plan
 from megatron_stare.planning.serving import decoding_seconds
 from megatron_stare.planning.shapes import model_shape
 from megatron_stare.policy.huggingface.shape import shape_of
-from megatron_stare.recipes import Cluster
+from megatron_stare.recipes import Cluster, find_recipe
 from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 from megatron_stare.rollout.sglang.access import api_key
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.sync.served_engine import served_model
 
 REACH_SECONDS = 400.0  # until a step is written
+Rows = list[dict[str, Any]]  # lines of metrics.jsonl
 
 
 class ShortRun:
@@ -60,7 +70,9 @@ class ShortRun:
     def __init__(
         self, day: Day, name: str, steps: int, *options: str, servers: int | None = 0
     ) -> None:
-        self.directory = day.path / name
+        self.directory, self.log, self.steps = day.path / name, day.path / f"{name}.log", steps
+        shutil.rmtree(self.directory, ignore_errors=True)  # of a stage that runs again
+        self.log.unlink(missing_ok=True)
         small, self.apart = day.rehearsal, 0 if day.rehearsal else servers or 0
         self.ranks = 1 if small else max(1, day.gpus - self.apart)
         if self.apart and day.gpus >= 8:
@@ -79,7 +91,7 @@ class ShortRun:
             "rollout.max_generation_rounds=8",
             f"scoring.reward={even_length.__module__}.{even_length.__name__}",
             f"train.num_rollout={steps}",
-            "run.save_interval=1000",
+            "run.save_interval=0",
             f"run.dir={self.directory}",
         ]
         if servers is not None:
@@ -108,22 +120,26 @@ class ShortRun:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[subprocess.Popen[bytes]]:
-        """The run as a process, which is killed when the block ends."""
-        process = subprocess.Popen(self.command())
+        """The run as a process, continued where it has begun. When the block ends, this and all
+        below it are killed: they would write a last checkpoint, of 112 GB for the model of 8B.
+        """
+        with self.log.open("a") as log:
+            process = subprocess.Popen(self.command(), stdout=log, stderr=subprocess.STDOUT)
         try:
             yield process
         finally:
-            process.kill()
+            for each in [process, *_below(process)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
             process.wait()
 
-    def finish(self) -> list[dict[str, Any]]:
-        """The rows of the whole run, which is continued where it has begun. RuntimeError: it
-        failed.
-        """
-        checked(self.command())
+    def finish(self) -> Rows:
+        """The rows of the whole run. RuntimeError: it failed."""
+        with self.running() as process:
+            self.reach(process, self.steps)
         return self.rows()
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Rows:
         """The rows that the run has written to metrics.jsonl so far."""
         file = self.directory / METRICS_NAME
         return read_metrics(file) if file.is_file() else []
@@ -136,18 +152,28 @@ class ShortRun:
         """Wait for the run to come to a state. RuntimeError: it ended, or takes too long."""
         deadline = time.monotonic() + REACH_SECONDS
         while not come():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"no {what}: the run wrote {len(self.rows())} steps")
+            ended = process.poll() is not None
+            if (ended and not come()) or time.monotonic() > deadline:
+                end = last_line(self.log.read_text(errors="replace"))
+                steps = f"the run wrote {len(self.rows())} steps to {self.directory}"
+                raise RuntimeError(f"no {what}: {steps}, and at last: {end}")
             time.sleep(0.005)
 
-    def plan(self, rows: list[dict[str, Any]]) -> RunPlan:
+    def plan(self, rows: Rows) -> RunPlan:
         """The plan of the run, for responses of the rows' length."""
         apart = self.apart or int(not self.config.sglang.colocated)
         length = median(rows, "response_length")
         return make_plan(self.config, Cluster(self.ranks, apart), response_tokens=length)
 
 
-def median(rows: list[dict[str, Any]], key: str) -> float:
+def _below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """All processes below it; none if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(process.pid).children(recursive=True)
+    return []
+
+
+def median(rows: Rows, key: str) -> float:
     """Over the rows that have it; 0 if none has."""
     return float(statistics.median([row[key] for row in rows if key in row] or [0.0]))
 
@@ -158,7 +184,7 @@ PARTS = ("gather", "send", "load", "hash", "verify")
 
 
 def transports(day: Day) -> Iterator[Measurement]:
-    """Seconds of a sync, by part; a run whose checksums differ repeats the sync, then fails."""
+    """K6: seconds of a sync, by part; a run whose checksums differ repeats the sync, then fails."""
     for method, (apart, figure) in TRANSPORTS.items():
         if apart and day.gpus < 2 and not day.rehearsal:
             continue
@@ -169,8 +195,8 @@ def transports(day: Day) -> Iterator[Measurement]:
         wrong = sum(row.get("engine_corrupt_syncs", 0) for row in rows)
         yield holds(f"{method}: checksums are equal", wrong == 0, f"{wrong:g} corrupt syncs")
         if method == "broadcast" and not day.rehearsal:
-            log = (day.path / "K6.log").read_text(errors="replace")
-            yield holds("broadcast: over NCCL, not gloo", "gloo" not in log)
+            said = short.log.read_text(errors="replace")
+            yield holds("broadcast: over NCCL, not gloo", "broadcast over gloo" not in said)
         serving, spent = short.plan(rows).serving, median(rows, "seconds_sync")
         assert serving is not None
         yield at_most(f"{method}: seconds of a sync", spent, serving.sync_seconds, "s")
@@ -194,7 +220,7 @@ MOST_GROWTH = 256.0  # MiB
 
 
 def faults(day: Day) -> Iterator[Measurement]:
-    """kill -9 of a server in a sync; then cycles of release and resume."""
+    """K7: kill -9 of a server in a sync; then cycles of release and resume."""
     yield from _killed_in_a_sync(day)
     yield from _cycles(day)
 
@@ -207,29 +233,33 @@ def _killed_in_a_sync(day: Day) -> Iterator[Measurement]:
         short.reach(process, 2)
         before = _received(logs)
         short.wait(process, lambda: _received(logs) > before, "bucket of the next sync")
-        below = psutil.Process(process.pid).children(recursive=True)
-        server = max(one.pid for one in below if "--model-path" in one.cmdline())
-        os.killpg(os.getpgid(server), signal.SIGKILL)
+        os.killpg(os.getpgid(max(_servers(process))), signal.SIGKILL)
         killed, step = time.monotonic(), len(short.rows())
         short.reach(process, step + 2)
         what, spent = "seconds from kill -9 to the second next step", time.monotonic() - killed
         yield at_most(what, spent, 2.0 * SYNC_TIMEOUT, "s")
         short.wait(process, lambda: time.monotonic() - killed > last, f"{last} s after the kill")
         rows = short.rows()
-        yield holds(f"the trainer still runs {last} s after the kill", True, f"{len(rows)} steps")
-        restarts = rows[-1].get("engine_restarts", 0)
-        yield holds("the server is started again", restarts >= 1, f"{restarts:g} restarts")
-        peak, later = (median(part, "gpu_memory_peak") for part in (rows[:step], rows[step + 2 :]))
-        if peak:
-            yield at_most("rank 0's memory after the kill", later, peak, "GiB")
-        process.send_signal(signal.SIGTERM)
-        process.wait(120.0)
+    yield holds(f"the trainer still runs {last} s after the kill", True, f"{len(rows)} steps")
+    restarts = rows[-1].get("engine_restarts", 0)
+    yield holds("the server is started again", restarts >= 1, f"{restarts:g} restarts")
+    peak, later = (median(part, "gpu_memory_peak") for part in (rows[:step], rows[step + 2 :]))
+    if peak:
+        yield at_most("rank 0's memory after the kill", later, peak, "GiB")
 
 
 def _received(logs: Path) -> int:
     """Buckets that servers have answered, by their logs."""
     texts = (log.read_text(errors="replace") for log in logs.glob("*.log"))
     return sum(text.count(RECEIVED) for text in texts)
+
+
+def _servers(process: subprocess.Popen[bytes]) -> Iterator[int]:
+    """The first process of every server of a run."""
+    for each in _below(process):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if "--model-path" in each.cmdline():
+                yield each.pid
 
 
 def _cycles(day: Day) -> Iterator[Measurement]:
@@ -240,9 +270,8 @@ def _cycles(day: Day) -> Iterator[Measurement]:
         for step in range(1, cycles + 1):
             short.reach(process, step)
             free.append(torch.cuda.mem_get_info()[0] / 2**20 if torch.cuda.is_available() else 0.0)
-        process.wait(120.0)
     lost = max(free[1:3]) - min(free[-3:])
-    yield holds(f"{cycles} cycles of release and resume", process.returncode == 0)
+    yield holds(f"{cycles} cycles of release and resume", True)
     yield holds("memory stays flat", lost < MOST_GROWTH, f"{lost:.0f} MiB lost after step 2")
 
 
@@ -252,16 +281,14 @@ SEQUENCES, PROMPT = (1, 32, 95, 190), 256
 
 
 def decoding(day: Day) -> Iterator[Measurement]:
-    """Parity with both caches, tokens a second for several numbers of sequences, a long answer."""
+    """K8: parity with both caches, tokens a second of 1 to 190 sequences, a long answer."""
     small, apart = day.rehearsal, 1 if day.gpus > 1 else 0
     length = f"rollout.rollout_max_response_len={12 if small else 4096}"
-    bf16 = ShortRun(day, "parity_bf16", 1, length, servers=apart)
-    yield from _parity(bf16, "bf16", small)
-    if not small:  # no CPU has that cache
-        cache = "sglang.server_args=--kv-cache-dtype fp8_e4m3"
-        yield from _parity(
-            ShortRun(day, "parity_fp8", 1, cache, length, servers=apart), "fp8", small
-        )
+    fp8 = "sglang.server_args=--kv-cache-dtype fp8_e4m3"
+    caches = {"bf16": ()} if small else {"bf16": (), "fp8": (fp8,)}  # no CPU has the latter
+    for name, options in caches.items():
+        short = ShortRun(day, f"parity_{name}", 1, length, *options, servers=apart)
+        yield from _parity(short, f"{name} cache", *(("4", "12") if small else ("64", "4096")))
     yield from _rates(ShortRun(day, "rates", 1, servers=1).config, day)
     longest = 32 if small else 20480
     sizes = ["rollout.rollout_batch_size=1", "rollout.n_samples_per_prompt=2"]
@@ -272,18 +299,13 @@ def decoding(day: Day) -> Iterator[Measurement]:
     yield holds(f"an answer of up to {longest:,} tokens in one request", late == 0, found)
 
 
-def _parity(short: ShortRun, name: str, small: bool) -> Iterator[Measurement]:
+def _parity(short: ShortRun, name: str, prompts: str, tokens: str) -> Iterator[Measurement]:
     """Every pair of columns of `parity`; its own verdict is the row before them."""
-    prompts, tokens = ("4", "12") if small else ("64", "4096")
-    command, said = short.command("parity"), "within its limit"
-    try:
-        checked([*command, "--prompts", prompts, "--tokens", tokens])
-    except RuntimeError as error:
-        said = str(error)
-    yield holds(f"parity, {name} cache", said == "within its limit", said)
+    command = [*short.command("parity"), "--prompts", prompts, "--tokens", tokens]
+    yield succeeds(f"parity, {name}", command)
     file = short.directory / "parity.json"
     for pair in json.loads(file.read_text())["pairs"] if file.is_file() else ():
-        what = f"{name} cache: {pair['pair']}, mean of {pair['tokens']:,} tokens"
+        what = f"{name}: {pair['pair']}, mean of {pair['tokens']:,} tokens"
         yield within(what, pair["mean"], MOST_NATS, "nats")
         ends = [f"{first}: {value:.2g}" for first, value in pair["by_position"].items()]
         yield Measurement(f"{what} by position", ", ".join(ends))
@@ -336,12 +358,13 @@ async def _asked(url: str, config: Config, count: int, tokens: int) -> float:
 
 
 def training(day: Day) -> Iterator[Measurement]:
-    """K9: train, kill a rank with SIGKILL at half of the steps, resume, replay a step."""
-    steps = 4 if day.rehearsal else 20
-    kept = ("run.save_interval=1", "run.record=all")
+    """K9: train, kill a rank with SIGKILL after half of the steps, resume, replay a step."""
+    steps = 4 if day.rehearsal else 12
+    # Each checkpoint of 8B takes half a minute. The replay starts from the last but one.
+    kept = (f"run.save_interval={steps // 4}", "run.record=all")
     short = ShortRun(day, "run", steps, *kept, servers=None if day.rehearsal else 0)
     with short.running() as process:
-        short.reach(process, steps // 2)
+        short.reach(process, steps // 2 + 1)
         ranks = psutil.Process(process.pid).children() if short.ranks > 1 else []
         killed = len(short.rows())
         os.kill(max((rank.pid for rank in ranks), default=process.pid), signal.SIGKILL)
@@ -351,15 +374,15 @@ def training(day: Day) -> Iterator[Measurement]:
     found = [row["step"] for row in rows]
     yield holds("every step once, after the resume", found == list(range(1, steps + 1)), str(found))
     yield from _against_plan(short, rows[1:])
-    if short.ranks == 1:  # raises where a figure differs
+    if short.ranks == 1:
         replay = [sys.executable, "-m", "megatron_stare", "train", str(short.directory)]
-        checked([*replay, "--replay", str(steps - 1)])
-        yield holds(f"replay of step {steps - 1}", True, "the same figures")
+        what, same = f"replay of step {steps - 1}", "the same figures"
+        yield succeeds(what, [*replay, "--replay", str(steps - 1)], same)
     alarms = {key for row in rows for key in row if key.startswith("alarm")}
     yield holds("no alarm", not alarms, ", ".join(sorted(alarms)) or "none", "WARN")
 
 
-def _against_plan(short: ShortRun, rows: list[dict[str, Any]]) -> Iterator[Measurement]:
+def _against_plan(short: ShortRun, rows: Rows) -> Iterator[Measurement]:
     """Medians of the steps against the plan of the same lengths."""
     plan, phases = short.plan(rows), ("rollout", "score", "update", "sync")
     spent = {phase: median(rows, f"seconds_{phase}") for phase in phases}
@@ -375,3 +398,98 @@ def _against_plan(short: ShortRun, rows: list[dict[str, Any]]) -> Iterator[Measu
         yield at_most("gpu_memory_peak", peak, planned, "GiB")
         yield at_least("mfu", median(rows, "mfu"), plan.mfu, "of peak")
         yield Measurement("tokens_per_second", median(rows, "tokens_per_second"), "", "per GPU")
+
+
+# K10
+NODES, GPUS_PER_NODE = 2, 8
+RECIPE = "short_cot_32b"
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+PATIENCE_SECONDS = 400.0
+
+
+class Job:
+    """A submitted job on NODES nodes, with the output in a file. Options of a cluster (account,
+    partition, memory) come from Slurm's own variables, SBATCH_ACCOUNT and the like.
+    """
+
+    def __init__(
+        self, root: Path, output: Path, script: str, *words: str, **variables: str
+    ) -> None:
+        self.output = output
+        place = [f"--output={output}", f"--chdir={root}", f"--nodes={NODES}"]
+        command = ["sbatch", "--parsable", *place, str(root / "slurm" / script), *words]
+        submitted = checked(command, MEGATRON_STARE=str(root), **variables)
+        self.number = last_line(submitted.partition(";")[0])
+
+    def __getitem__(self, field: str) -> str:
+        """A field of `scontrol show job`."""
+        shown = checked(["scontrol", "show", "job", self.number])
+        found = re.search(rf"\b{field}=(\S*)", shown)
+        return found[1] if found else ""
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace") if self.output.is_file() else ""
+
+    def until(self, come: Callable[[], bool], what: str) -> None:
+        """Wait. RuntimeError: the job ended before, or it takes too long."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not come():
+            state = self["JobState"]
+            if (state in OVER and not come()) or time.monotonic() > deadline:
+                end = last_line(self.text)
+                raise RuntimeError(f"no {what}: job {self.number} is {state}; {end}")
+            time.sleep(2.0)
+
+
+def jobs(day: Day) -> Iterator[Measurement]:
+    """K10: K0 and K5 on every node, the links between them, and a run that USR1 moves on."""
+    root = checkout()
+    if root is None or not shutil.which("sbatch"):
+        raise Skipped("needs sbatch and the checkout; run it where jobs are submitted")
+    try:
+        checked(["sinfo", "--noheader"])
+    except (OSError, RuntimeError) as error:
+        raise Skipped(f"Slurm does not answer: {error}") from error
+    yield from _nodes(day, root)
+    yield from _requeued(day, root)
+
+
+def _nodes(day: Day, root: Path) -> Iterator[Measurement]:
+    place = day.path / "nodes"
+    words = ["--stages", "K0,K5", *["--rehearse"] * day.rehearsal]
+    job = Job(root, day.path / "nodes.out", "gpuday.sbatch", *words, GPUDAY=str(place))
+    job.until(lambda: job["JobState"] in OVER, "end")
+    files = sorted(place.glob("*/K*.json"))
+    yield holds(f"{NODES} nodes accepted", len(files) == 2 * NODES, f"{len(files)} results")
+    for file in files:
+        result = read_result(file.parent, file.stem)
+        assert result is not None
+        faults = [row.what for row in result.rows if row.verdict == "FAIL"]
+        found = f"{result.status}, FAIL: {', '.join(faults) or 'none'}"
+        yield holds(f"{file.stem} on {file.parent.name}", not result.faulty, found)
+    finding = r"^(?:OK|WARN|FAIL) +((?:bandwidth|clocks|versions): .*)$"
+    for line in re.findall(finding, job.text, re.M):
+        yield Measurement("between the nodes", line)
+
+
+def _requeued(day: Day, root: Path) -> Iterator[Measurement]:
+    short = ShortRun(day, "requeued", 10_000, servers=None)
+    short.command()  # writes the file that a rehearsal trains on
+    source = str(short.directory.with_suffix(".yaml")) if day.rehearsal else RECIPE
+    place, shared = day.path / "requeued.out", str(int(not day.rehearsal))
+    job = Job(root, place, "train.sbatch", source, *short.settings, COLOCATED=shared)
+    try:
+        job.until(lambda: len(short.rows()) >= 3, "step 3")
+        if not day.rehearsal:
+            count = NODES * GPUS_PER_NODE // find_recipe(RECIPE).sglang.gpus_per_server
+            urls = len(re.findall(r"http://", job.text.partition("servers: http")[2])) + 1
+            yield holds("servers have the recipe's GPUs", urls >= count, f"{urls} servers")
+        checked(["scancel", "--batch", "--signal=USR1", job.number])
+        job.until(lambda: int(job["Restarts"] or 0) > 0, "requeue")
+        step = len(short.rows())
+        job.until(lambda: len(short.rows()) > step, f"step {step + 1} after the requeue")
+        steps = [row["step"] for row in short.rows()]
+        yield holds("every step once", steps == list(range(1, len(steps) + 1)), f"{len(steps)}")
+    finally:
+        checked(["scancel", job.number])

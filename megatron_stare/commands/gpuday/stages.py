@@ -1,4 +1,4 @@
-"""The table of stages, and the processes of each."""
+"""The stages of an acceptance day: their table, the process of each, and their result files."""
 
 from __future__ import annotations
 
@@ -6,24 +6,65 @@ import contextlib
 import dataclasses
 import importlib
 import itertools
+import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from megatron_stare.commands.gpuday.results import Day, Measurement, Result, Skipped, read_result
+from megatron_stare.commands.gpuday.rows import Day, Measurement, Skipped, Verdict, holds
 from megatron_stare.config import UserError
 from megatron_stare.config.errors import nearest
-from megatron_stare.system import end_with_parent
+from megatron_stare.system import atomic_write, end_with_parent
 
+Status = Literal["finished", "failed", "timed out", "skipped", "unfinished"]
 LIMIT_SECONDS = 600.0
 GRACE_SECONDS = 10.0
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "MEGATRON_STARE_CPU": "1"}
+
+
+@dataclass
+class Result:
+    """The result file of one stage: its rows so far, and how it ended."""
+
+    stage: str
+    status: Status = "unfinished"
+    seconds: float = 0.0
+    machine: str = ""
+    reason: str = ""  # why it failed or was skipped
+    rows: list[Measurement] = field(default_factory=list)
+
+    @property
+    def faulty(self) -> bool:
+        """Whether the stage failed as a whole, or one of its rows did."""
+        return self.status not in ("finished", "skipped") or self.count("FAIL") > 0
+
+    def count(self, verdict: Verdict) -> int:
+        """The number of rows with this verdict."""
+        return sum(row.verdict == verdict for row in self.rows)
+
+    def write(self, directory: Path) -> None:
+        """Write the result file atomically."""
+        content = json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        atomic_write(directory / f"{self.stage}.json", content)
+
+
+def read_result(directory: Path, stage: str) -> Result | None:
+    """The stage's result; None if there is none. UserError: the file is damaged."""
+    file = directory / f"{stage}.json"
+    try:
+        content: dict[str, Any] = json.loads(file.read_text())
+        rows = [Measurement(**row) for row in content.pop("rows")]
+        return Result(**content, rows=rows)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file} is not a result of a stage ({error}); remove it") from error
 
 
 @dataclass(frozen=True)
@@ -45,19 +86,17 @@ class Stage:
 
 
 STAGES = (
-    Stage("K0", ".seams:run", (1, 1), 0, "driver, torch, NCCL, compilers, network, leftovers"),
+    Stage("K0", ".node:run", (1, 1), 0, "driver, torch, NCCL, compilers, network, leftovers"),
     Stage("K1", ".kernels:right", (2, 2), 1, "the project's kernels at real sizes against float64"),
-    Stage("K2", ".equal:run", (6, 8), 1, "training steps: GPU against CPU, layouts, repeated bits"),
+    Stage("K2", ".ranks:equal", (6, 8), 1, "training steps: GPU against CPU, layouts, bits"),
     Stage("K3", ".kernels:fast", (1, 1), 1, "memory, matrix products, attention, head"),
     Stage("K4", ".rank_memory:run", (6, 6), 1, "one rank of every recipe against its plan"),
-    Stage("K5", ".collectives:run", (0, 4), 2, "bandwidth of every collective over the node"),
+    Stage("K5", ".ranks:collectives", (0, 4), 2, "bandwidth of every collective over the node"),
     Stage("K6", ".runs:transports", (3, 8), 1, "weights to servers: parts, checksums", True),
     Stage("K7", ".runs:faults", (0, 6), 3, "a server killed in a sync; memory moved", True),
     Stage("K8", ".runs:decoding", (6, 9), 1, "log-probs, rates, a long answer", True),
     Stage("K9", ".runs:training", (7, 10), 1, "a run: sample, train, sync, kill, resume, replay"),
-    Stage(
-        "K10", ".slurm_jobs:run", (0, 0), 0, "under Slurm: two nodes, and a run that is requeued"
-    ),
+    Stage("K10", ".runs:jobs", (0, 0), 0, "under Slurm: two nodes, and a run that is requeued"),
 )
 
 
@@ -168,31 +207,21 @@ def on_ranks[T](
 
     launch = LaunchConfig(1, 1, count, run_id="gpuday", max_restarts=0)
     launch.rdzv_backend, launch.rdzv_endpoint = "c10d", "localhost:0"
+    before = dict(os.environ)
+    # Ranks inherit it: libraries of CUDA read their variables when they are loaded.
+    os.environ.update(environment)
     try:
-        # Ranks inherit it: libraries of CUDA read their variables when they are loaded.
-        with _environment(environment):
-            found: dict[int, T] = elastic_launch(launch, work)(*arguments)
+        found: dict[int, T] = elastic_launch(launch, work)(*arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         recorded: Any = failure.message  # a text where the rank recorded no exception
         said = recorded if isinstance(recorded, str) else recorded["message"]
         raise RuntimeError(f"rank {rank}: {said}") from None
-    return found[0]
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """This process has the variables until the block ends."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in environment:
+            del os.environ[name]
+        os.environ.update(before)
+    return found[0]
 
 
 def checked(command: Sequence[str], **environment: str) -> str:
@@ -217,6 +246,14 @@ def checked(command: Sequence[str], **environment: str) -> str:
         name = " ".join(command[:6])
         raise RuntimeError(f"{name} ... ended with {process.returncode}: {last_line(said)}")
     return said
+
+
+def succeeds(what: str, command: Sequence[str], found: str = "") -> Measurement:
+    """A command that must end with 0: its last line, or `found`. Rows follow its failure, too."""
+    try:
+        return holds(what, True, found or last_line(checked(command)).strip("= "))
+    except RuntimeError as error:
+        return holds(what, False, str(error))
 
 
 def last_line(text: str) -> str:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 
-from megatron_stare.commands.gpuday.results import Day, Measurement, Skipped, at_least, holds
+from megatron_stare.commands.gpuday.rows import Day, Measurement, Skipped, at_least, holds
 from megatron_stare.commands.gpuday.stages import on_ranks
 
 CABLE = os.environ.get("CABLE", "there")

@@ -5,26 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_stare import system
 from megatron_stare.__main__ import main
-from megatron_stare.commands.gpuday import kernels, rank_memory, runs, seams, stages
+from megatron_stare.commands.gpuday import kernels, node, rank_memory, runs, stages
 from megatron_stare.commands.gpuday.gpuday import MACHINE, write_report
-from megatron_stare.commands.gpuday.results import (
-    Day,
-    Measurement,
-    Result,
-    at_least,
-    at_most,
-    within,
-)
-from megatron_stare.commands.gpuday.stages import Stage, find_stages, run_stages
+from megatron_stare.commands.gpuday.rows import Day, Measurement, at_least, at_most, within
+from megatron_stare.commands.gpuday.stages import Result, Stage, find_stages, run_stages
 from megatron_stare.config import UserError
 from megatron_stare.planning.machine import H100, read_machine
 from megatron_stare.planning.shapes import model_shape
+from megatron_stare.reporting.logbook import METRICS_NAME
 
 MODULE = "tests.commands.gpuday.stages_of_tests:run"
 FIRST, SECOND = (Stage(name, MODULE, (2, 2), 0, "a test") for name in ("K0", "K1"))
@@ -148,7 +145,7 @@ def test_without_a_driver_k0_says_what_is_missing(
     monkeypatch.setattr(system, "DRIVER_FILE", tmp_path / "none")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr("megatron_stare.debug.doctor.on_gpu", lambda: False)
-    rows = itertools.takewhile(lambda row: row.what != "node", seams.run(Day(tmp_path, 0)))
+    rows = itertools.takewhile(lambda row: row.what != "node", node.run(Day(tmp_path, 0)))
     found = {row.what: row for row in rows}
     driver, cuda = found["driver"], found["CUDA"]
     assert driver.verdict == cuda.verdict == "FAIL" and driver.expected == ">= 580"
@@ -162,7 +159,7 @@ def test_k1_reports_failing_tests_as_a_row(tmp_path: Path, monkeypatch: pytest.M
         "import pytest\n\n\n@pytest.mark.gpu\ndef test_it():\n    assert False\n"
     )
     monkeypatch.setattr(kernels, "checkout", lambda: tmp_path)
-    row = kernels._tests()
+    row = next(kernels.right(Day(tmp_path, 0, rehearsal=True)))
     assert row.verdict == "FAIL" and "1 failed" in str(row.measured)
 
 
@@ -185,6 +182,41 @@ def test_a_recipe_that_fails_does_not_end_those_after_it(
     assert taken.verdict == "OK" and taken.what == "short_cot_14b: two steps of rank 0 of 8"
     assert again.verdict == "OK" and "short_cot_7b, expandable" in again.what
     assert "no room" in capsys.readouterr().err
+
+
+def test_a_run_of_a_stage_that_runs_again_starts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "model_of", lambda day: tmp_path)
+    day = day_of(tmp_path, "run.seed=3")
+    first = runs.ShortRun(day, "run", 3)
+    first.directory.mkdir()
+    (first.directory / METRICS_NAME).write_text('{"step": 1}\n')
+    first.log.write_text("of the earlier run\n")
+    assert len(first.rows()) == 1
+    again = runs.ShortRun(day, "run", 3)
+    assert again.rows() == [] and not again.log.exists()
+
+
+def test_a_run_is_ended_with_all_below_it_and_its_last_line_is_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "model_of", lambda day: tmp_path)
+    short = runs.ShortRun(day_of(tmp_path, "run.seed=3"), "run", 3)
+    below = "sleep 600 & echo $!; wait"
+    monkeypatch.setattr(short, "command", lambda: ["bash", "-c", below])
+    with short.running() as process:
+        short.wait(process, lambda: bool(short.log.read_text().strip()), "line")
+        (pid,) = map(int, short.log.read_text().split())
+        assert psutil.pid_exists(pid)
+    assert process.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    monkeypatch.setattr(short, "command", lambda: ["bash", "-c", "echo error: no room; exit 2"])
+    with pytest.raises(RuntimeError, match=r"no step 3: .*error: no room"):
+        short.finish()
 
 
 @pytest.mark.parametrize("servers", [0, 2])

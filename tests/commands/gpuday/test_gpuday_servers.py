@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stare.commands.gpuday.results import Day
+from megatron_stare.commands.gpuday.rows import Day
 from megatron_stare.commands.gpuday.stages import STAGES, Stage, run_stages
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]  # minutes each

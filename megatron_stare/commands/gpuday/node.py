@@ -1,7 +1,8 @@
-"""K0: what must fit together before anything runs: driver, torch, NCCL, compilers, network."""
+"""K0: what must fit together on a node: driver, torch, NCCL, compilers, network."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_stare.commands.gpuday.results import Day, Measurement, Verdict, holds
+from megatron_stare.commands.gpuday.rows import Day, Measurement, holds
 from megatron_stare.commands.gpuday.stages import checkout
 from megatron_stare.config import Config, override
 from megatron_stare.debug.doctor import examine
@@ -25,9 +26,9 @@ def run(day: Day) -> Iterator[Measurement]:
     """
     version, least = nvidia_driver(), LEAST_DRIVER["13"]
     major = version.partition(".")[0]
-    verdict: Verdict = "OK" if major.isdigit() and int(major) >= least else "FAIL"
     none = "no /proc/driver/nvidia and no nvidia-smi; install NVIDIA's driver"
-    yield Measurement("driver", version or none, f">= {least}", verdict=verdict)
+    row = holds("driver", major.isdigit() and int(major) >= least, version or none)
+    yield dataclasses.replace(row, expected=f">= {least}")
     settings = ["rollout.engine=sglang", f"run.dir={day.path}/run", *day.overrides]
     for finding in examine(override(Config(), settings)):
         found = f"{finding.found}; {finding.remedy}".removesuffix("; ")
@@ -52,8 +53,7 @@ def _node(day: Day) -> Iterator[Measurement]:
     """Slurm's health check of a node, where the checkout has it; each of its lines is a fault."""
     root = checkout()
     if root is None or not shutil.which("bash"):
-        missing = "not checked: slurm/health_check.sh does not exist"
-        yield Measurement("node", missing, verdict="WARN")
+        yield holds("node", False, "not checked: slurm/health_check.sh does not exist", "WARN")
         return
     python = Path(sys.executable)
     environment = os.environ | {
@@ -72,11 +72,10 @@ def _node(day: Day) -> Iterator[Measurement]:
 
 def _tried(what: str, look: Callable[[str], str], device: str, remedy: str) -> Measurement:
     try:
-        return Measurement(what, look(device), verdict="OK")
+        return holds(what, True, look(device))
     except Exception as error:  # a broken installation may raise anything
-        first = (str(error).strip().splitlines() or [""])[0]
-        found = f"{type(error).__name__}: {first[:200]}; {remedy}"
-        return Measurement(what, found, verdict="FAIL")
+        first = str(error).strip().partition("\n")[0]
+        return holds(what, False, f"{type(error).__name__}: {first[:200]}; {remedy}")
 
 
 def _compiled(device: str) -> str:

@@ -1,18 +1,12 @@
-"""Results of the stages: rows of figures, one result file per stage."""
+"""The rows of a stage: what was measured, what was expected, and the verdict."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-from megatron_stare.config import UserError
-from megatron_stare.system import atomic_write
+from typing import Literal
 
 Verdict = Literal["OK", "WARN", "FAIL", "-"]
-Status = Literal["finished", "failed", "timed out", "skipped", "unfinished"]
 
 
 class Skipped(Exception):
@@ -78,42 +72,3 @@ def within(what: str, measured: float, limit: float, unit: str = "") -> Measurem
 def holds(what: str, true: bool, found: str = "", otherwise: Verdict = "FAIL") -> Measurement:
     """A statement that must be true."""
     return Measurement(what, found or str(true).lower(), verdict="OK" if true else otherwise)
-
-
-@dataclass
-class Result:
-    """The result file of one stage: its rows so far, and how it ended."""
-
-    stage: str
-    status: Status = "unfinished"
-    seconds: float = 0.0
-    machine: str = ""
-    reason: str = ""  # why it failed or was skipped
-    rows: list[Measurement] = field(default_factory=list)
-
-    @property
-    def faulty(self) -> bool:
-        """Whether the stage failed as a whole, or one of its rows did."""
-        return self.status not in ("finished", "skipped") or self.count("FAIL") > 0
-
-    def count(self, verdict: Verdict) -> int:
-        """The number of rows with this verdict."""
-        return sum(row.verdict == verdict for row in self.rows)
-
-    def write(self, directory: Path) -> None:
-        """Write the result file atomically."""
-        content = json.dumps(dataclasses.asdict(self), indent=1) + "\n"
-        atomic_write(directory / f"{self.stage}.json", content)
-
-
-def read_result(directory: Path, stage: str) -> Result | None:
-    """The stage's result; None if there is none. UserError: the file is damaged."""
-    file = directory / f"{stage}.json"
-    try:
-        content: dict[str, Any] = json.loads(file.read_text())
-        rows = [Measurement(**row) for row in content.pop("rows")]
-        return Result(**content, rows=rows)
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file} is not a result of a stage ({error}); remove it") from error

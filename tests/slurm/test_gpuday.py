@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_stare.commands.gpuday.stages import read_result
+from megatron_stare.commands.gpuday.stages import kept
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.slurm
@@ -31,7 +31,7 @@ def test_two_nodes_are_accepted_by_k10(cluster):
     command = [str(python), "-m", "megatron_stare", *words]
     # It ends with 1, because K0 misses the driver of both nodes.
     cluster.call("bash", "-c", '"$@" || [ $? = 1 ]', "bash", *command, **options)
-    result = read_result(place, "K10")
+    result = kept(place, "K10")
     assert result is not None and result.status == "finished"
     rows = {row.what: row.verdict for row in result.rows}
     assert {"2 nodes accepted", "every step once", "between the nodes"} <= rows.keys()

@@ -1,6 +1,4 @@
-"""The command `gpuday`: runs the stages on this machine, writes the report, and machine.yaml, which
-`plan --machine` reads.
-"""
+"""The command `gpuday`: runs the stages on this machine and writes their report."""
 
 from __future__ import annotations
 
@@ -12,13 +10,7 @@ import yaml
 
 from megatron_stare.commands.arguments import OVERRIDES, argument, command
 from megatron_stare.commands.gpuday.rows import Day
-from megatron_stare.commands.gpuday.stages import (
-    STAGES,
-    Result,
-    find_stages,
-    read_result,
-    run_stages,
-)
+from megatron_stare.commands.gpuday.stages import STAGES, Result, find_stages, kept, run_stages
 from megatron_stare.config import Config, UserError, override
 from megatron_stare.system import atomic_write
 
@@ -44,9 +36,7 @@ MEANINGLESS = (
     examples=("gpuday", "gpuday --stages K0,K3"),
 )
 def _gpuday(options: argparse.Namespace) -> int:
-    """Print each stage's result and write the report. The exit code is 1 if any row or stage
-    failed.
-    """
+    """Print each stage's result and write the report; 1 if any row or stage failed."""
     if options.list:
         print(_listed())
         return 0
@@ -69,19 +59,22 @@ def _gpuday(options: argparse.Namespace) -> int:
         found = f"{len(result.rows)} rows, {result.count('FAIL')} FAIL; {result.reason}"
         seconds = f"{result.seconds:.0f} s"
         print(f"{result.stage}: {result.status} in {seconds}, {found.rstrip('; ')}", flush=True)
-    known = [kept for stage in STAGES if (kept := read_result(day.path, stage.name))]
+    known = [result for stage in STAGES if (result := kept(day.path, stage.name))]
     print(f"report: {write_report(day, known)}\nfor plan --machine: {day.path / MACHINE}")
     return int(any(result.faulty for result in known))
 
 
 def _listed() -> str:
     """The table of stages, and the planned minutes of a day."""
+    whole = (sum(each) for each in zip(*(stage.minutes for stage in STAGES), strict=True))
+    rows = [(each.name, each.minutes, each.what) for each in STAGES] + [
+        ("", whole, "the whole day")
+    ]
     lines = [f"{'':4}{'1 GPU':>6}{'8 GPUs':>8}  (planned minutes)"]
-    for stage in STAGES:
-        one, eight = (str(each) if each else "-" for each in stage.minutes)
-        lines.append(f"{stage.name:4}{one:>6}{eight:>8}  {stage.what}")
-    one, eight = (sum(each) for each in zip(*(stage.minutes for stage in STAGES), strict=True))
-    return "\n".join([*lines, f"{'':4}{one:>6}{eight:>8}  the whole day"])
+    for name, minutes, what in rows:
+        one, eight = (str(each or "-") for each in minutes)
+        lines.append(f"{name:4}{one:>6}{eight:>8}  {what}")
+    return "\n".join(lines)
 
 
 def seen_gpus() -> int:
@@ -96,38 +89,35 @@ def write_report(day: Day, results: Sequence[Result]) -> Path:
     day's directory; the path of the report.
     """
     titles = {stage.name: stage.what for stage in STAGES}
-    machines = sorted({result.machine for result in results if result.machine})
-    machine = ", ".join(machines) or "not known"
+    machine = ", ".join(sorted({each.machine for each in results if each.machine})) or "not known"
     figures: dict[str, float | str] = {"name": machine}
     lines = ["# First GPU day", "", f"Machine: {machine}", ""]
-    if day.rehearsal or any("(null)" in name or name == "no GPU" for name in machines):
+    if day.rehearsal or "(null)" in machine or "no GPU" in machine:
         figures["name"] = f"{machine}, rehearsal"
         lines += [MEANINGLESS, ""]
     lines += ["| stage | what | result | seconds | rows | FAIL | WARN |"]
     lines += ["|---|---|---|---:|---:|---:|---:|"]
-    for result in results:
-        counts = len(result.rows), result.count("FAIL"), result.count("WARN")
-        seconds = f"{result.seconds:.0f}"
-        lines.append(_line(result.stage, titles[result.stage], result.status, seconds, *counts))
-    for result in results:
-        lines += ["", f"## {result.stage}: {titles[result.stage]}", ""]
-        if result.reason:
-            lines += [f"{result.status}: {_cell(result.reason)}", ""]
-        if result.rows:
+    for each in results:
+        counts = len(each.rows), each.count("FAIL"), each.count("WARN")
+        title, seconds = titles[each.stage], f"{each.seconds:.0f}"
+        lines.append(_line(each.stage, title, each.status, seconds, *counts))
+    for each in results:
+        lines += ["", f"## {each.stage}: {titles[each.stage]}", ""]
+        if each.reason:
+            lines += [f"{each.status}: {_cell(each.reason)}", ""]
+        if each.rows:
             lines += ["| what | expected | measured | unit | ratio | verdict |"]
             lines += ["|---|---:|---:|---|---:|---|"]
-        for row in result.rows:
+        for row in each.rows:
             ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
             lines.append(_line(row.what, row.expected, row.measured, row.unit, ratio, row.verdict))
-            if row.figure:
-                figures[row.figure] = row.measured
+        figures |= {row.figure: row.measured for row in each.rows if row.figure}
     atomic_write(day.path / MACHINE, yaml.safe_dump(figures, sort_keys=False))
     atomic_write(day.path / REPORT, "\n".join(lines) + "\n")
     return day.path / REPORT
 
 
 def _line(*cells: float | str) -> str:
-    """A line of a table; numbers have four digits."""
     return f"| {' | '.join(map(_cell, cells))} |"
 
 

@@ -38,7 +38,7 @@ from megatron_stare.commands.gpuday.stages import (
     checked,
     checkout,
     last_line,
-    read_result,
+    kept,
     succeeds,
 )
 from megatron_stare.config import Config, override
@@ -463,7 +463,7 @@ def _nodes(day: Day, root: Path) -> Iterator[Measurement]:
     files = sorted(place.glob("*/K*.json"))
     yield holds(f"{NODES} nodes accepted", len(files) == 2 * NODES, f"{len(files)} results")
     for file in files:
-        result = read_result(file.parent, file.stem)
+        result = kept(file.parent, file.stem)
         assert result is not None
         faults = [row.what for row in result.rows if row.verdict == "FAIL"]
         found = f"{result.status}, FAIL: {', '.join(faults) or 'none'}"

@@ -54,7 +54,7 @@ class Result:
         atomic_write(directory / f"{self.stage}.json", content)
 
 
-def read_result(directory: Path, stage: str) -> Result | None:
+def kept(directory: Path, stage: str) -> Result | None:
     """The stage's result; None if there is none. UserError: the file is damaged."""
     file = directory / f"{stage}.json"
     try:
@@ -69,13 +69,11 @@ def read_result(directory: Path, stage: str) -> Result | None:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: FUNCTION(day) of MODULE yields its rows. Minutes are planned: on one GPU and on a
-    node of eight; 0: it is not part of that day.
-    """
+    """One stage, whose FUNCTION(day) yields its rows."""
 
     name: str
     place: str  # MODULE:FUNCTION; .MODULE is one of this folder
-    minutes: tuple[int, int]
+    minutes: tuple[int, int]  # planned, on one GPU and on a node of eight; 0: not a part of the day
     gpus: int  # that it needs at least
     what: str
     on_cpu: bool = False  # where it is rehearsed: its servers are SGLang's for CPUs
@@ -118,7 +116,7 @@ def run_stages(
     """
     begin = time.monotonic()
     for stage in stages:
-        known = read_result(day.path, stage.name)
+        known = kept(day.path, stage.name)
         left = budget - (time.monotonic() - begin) / 60 if budget else float("inf")
         if known and known.status != "unfinished" and not again:
             yield known
@@ -142,7 +140,7 @@ def _run(day: Day, stage: Stage) -> Result:
         timed_out = process.is_alive()
     finally:
         _end(process)
-    result = read_result(day.path, stage.name) or Result(stage.name)
+    result = kept(day.path, stage.name) or Result(stage.name)
     result.seconds = round(time.monotonic() - begin, 1)
     if result.status == "unfinished":
         result.status = "timed out" if timed_out else "failed"
@@ -229,16 +227,10 @@ def checked(command: Sequence[str], **environment: str) -> str:
     exit code is not 0; the message has its last line.
     """
     lines = []
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=os.environ | environment,
-    ) as process:
+    env, pipe = os.environ | environment, subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, env=env) as process:
         assert process.stdout is not None
-        for line in process.stdout:
+        for line in (each.decode(errors="replace") for each in process.stdout):
             print(line, end="", flush=True)
             lines.append(line)
     said = "".join(lines)

@@ -23,6 +23,8 @@ from megatron_stare.config.environment import quiet_libraries
 import megatron_stare.commands.training
 import megatron_stare.commands.models
 import megatron_stare.commands.listings
+import megatron_stare.commands.configuration
+import megatron_stare.commands.algorithms
 import megatron_stare.commands.gpuday.gpuday  # noqa: F401
 # isort: on
 

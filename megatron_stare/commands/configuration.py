@@ -1,31 +1,91 @@
-"""`config SOURCE [overrides]`: every setting with its value, the origin of the value, and its
-sentence; docs/configuration.md and the JSON Schema of a run's YAML are made of the same settings.
+"""The commands that know recipes and settings: `recipes`, `config` and `completion`.
 
+`config SOURCE [overrides]`: every setting with its value, the origin of the value, and its
+sentence; docs/configuration.md and the JSON Schema of a run's YAML are made of the same settings.
 A line is an override that can be used as it is, followed by a comment:
 
     optimizer.lr=0.001  # recipe, default 1e-06. Peak learning rate, reached after warm-up.
+
+`completion SHELL`: everything the script knows is written into it, so that a press of Tab starts no
+Python.
+
+    source <(python -m megatron_stare completion bash)      # bash, zsh
+    python -m megatron_stare completion fish | source
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
 import inspect
 import json
 import re
 import shlex
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from megatron_stare.config import Config, lookup
+from megatron_stare.commands.arguments import (
+    OPTIONAL_SOURCE,
+    OVERRIDES,
+    argument,
+    command,
+    command_parsers,
+)
+from megatron_stare.config import Config, UserError, lookup, override
 from megatron_stare.config.overrides import SECRETS
 from megatron_stare.config.run import settings
 from megatron_stare.config.section import Setting
+from megatron_stare.recipes import RECIPES, cluster_of, config_of
 
 _VALUE_COLUMN = 48
 # Plain text that YAML reads as it is: without YAML's own signs, and no number.
 _PLAIN = re.compile(r"(?=\D)[\w./-][\w./ -]*|")
 _RESERVED = re.compile(r"(?i)y|n|yes|no|on|off|true|false|null")
+SHELLS = ("bash", "zsh", "fish")
+PROGRAM = "megatron-stare"
+
+
+@command("recipes", "list every recipe with its GPUs and its purpose", examples=("recipes",))
+def _recipes(options: argparse.Namespace) -> int:
+    """One line a recipe: name, GPUs that train + of servers, the first sentence of what it says."""
+    widest = max(map(len, RECIPES))
+    for name, recipe in RECIPES.items():
+        cluster = cluster_of(name)
+        gpus = f"{cluster.trainer_gpus} + {cluster.rollout_gpus} GPUs" if cluster else "no GPU"
+        original = recipe.args[0] if isinstance(recipe, functools.partial) else recipe
+        said = " ".join((inspect.getdoc(original) or "").split()).partition(". ")[0].rstrip(".")
+        if original is not recipe:
+            said = f"{original.__name__} with GRPO-ds"
+        print(f"{name:{widest}}  {gpus:16}{said}")
+    return 0
+
+
+@command(
+    "config",
+    "print every setting of a run with its value, the origin of the value and its meaning",
+    OPTIONAL_SOURCE,
+    OVERRIDES,
+    argument("--only", default="", help="a section, or the beginning of a key, e.g. loss"),
+    argument("--page", metavar="FILE", type=Path, help="write all settings as Markdown"),
+    argument("--schema", metavar="FILE", type=Path, help="write a JSON Schema of a run's YAML"),
+    examples=("config quickstart", "config quickstart --only loss"),
+)
+def _settings(options: argparse.Namespace) -> int:
+    for target, write in ((options.page, page), (options.schema, schema)):
+        if target:
+            target.write_text(write(), encoding="utf-8")
+            print(f"written: {target}")
+            return 0
+    if not options.source:
+        raise UserError("config needs a recipe, a YAML file or a run directory")
+    base = config_of(options.source, [])
+    source = "recipe" if options.source in RECIPES else "config.yaml"
+    print(text(base, override(base, options.overrides), source, options.only))
+    return 0
 
 
 def text(base: Config, config: Config, source: str, only: str = "") -> str:
@@ -114,6 +174,81 @@ def _prose(sentence: str) -> str:
         for sign in ("\\", "*", "_", "<"):
             quoted[place] = quoted[place].replace(sign, f"\\{sign}")
     return "`".join(quoted)
+
+
+@command(
+    "completion",
+    "print a script by which a shell completes commands, options and settings",
+    argument("shell", choices=SHELLS),
+    examples=("completion bash >> ~/.bashrc", "completion zsh > _megatron_stare"),
+)
+def _completion(options: argparse.Namespace) -> int:
+    print(script(options.shell, command_parsers()), end="")
+    return 0
+
+
+def script(shell: str, commands: Mapping[str, argparse.ArgumentParser]) -> str:
+    """The script for one of SHELLS, of these commands' parsers."""
+    options = {name: _options(parser) for name, parser in commands.items()}
+    sourced = [name for name, parser in commands.items() if _takes(parser, "source")]
+    settable = [name for name, parser in commands.items() if _takes(parser, "overrides")]
+    if shell == "fish":
+        return _fish(options, sourced, settable)
+    begin = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
+    return begin + _bash(options, sourced, settable)
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    return [word for action in parser._actions for word in action.option_strings if word != "-h"]
+
+
+def _takes(parser: argparse.ArgumentParser, name: str) -> bool:
+    return any(action.dest == name and not action.option_strings for action in parser._actions)
+
+
+def _bash(options: Mapping[str, list[str]], sourced: list[str], settable: list[str]) -> str:
+    cases = "\n".join(
+        f"        {name}) words='{' '.join(its)}' ;;" for name, its in options.items()
+    )
+    keys = " ".join(f"{key}=" for key in settings())
+    return f"""_megatron_stare() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" command="${{COMP_WORDS[1]}}" words=''
+    COMPREPLY=()
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        COMPREPLY=($(compgen -W '{" ".join([*options, "--help", "--version"])}' -- "$word"))
+        return
+    fi
+    case "$command" in
+{cases}
+        *) return ;;
+    esac
+    case " {" ".join(sourced)} " in
+        *" $command "*) if [ "$COMP_CWORD" -eq 2 ]; then words="$words {" ".join(RECIPES)}"; fi ;;
+    esac
+    if [ "$COMP_CWORD" -gt 2 ] || [ "$command" = grade ]; then
+        case " {" ".join(settable)} " in *" $command "*) words="$words {keys}" ;; esac
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$word") $(compgen -f -- "$word"))
+    case "${{COMPREPLY[0]}}" in *=) compopt -o nospace 2>/dev/null ;; esac
+}}
+complete -o filenames -F _megatron_stare {PROGRAM}
+"""
+
+
+def _fish(options: Mapping[str, list[str]], sourced: list[str], settable: list[str]) -> str:
+    lines = [
+        f"complete -c {PROGRAM} -n __fish_use_subcommand -f -a '{' '.join(options)}'",
+        f"complete -c {PROGRAM} -n __fish_use_subcommand -l version",
+    ]
+    for name, its in options.items():
+        for option in its:
+            flag = f"-l {option[2:]}" if option.startswith("--") else f"-s {option[1:]}"
+            lines.append(f"complete -c {PROGRAM} -n '__fish_seen_subcommand_from {name}' {flag}")
+    seen = f"-n '__fish_seen_subcommand_from {' '.join(sourced)}'"
+    lines.append(f"complete -c {PROGRAM} {seen} -a '{' '.join(RECIPES)}'")
+    seen = f"-n '__fish_seen_subcommand_from {' '.join(settable)}'"
+    lines.append(f"complete -c {PROGRAM} {seen} -a '{' '.join(f'{key}=' for key in settings())}'")
+    return "\n".join(lines) + "\n"
 
 
 _PREAMBLE = """# Configuration reference

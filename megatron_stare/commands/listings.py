@@ -1,17 +1,15 @@
-"""The commands that only print. None imports torch, except for a plan, a doctor on a GPU and one
-objective in full, which is read from its code.
+"""The commands that estimate, examine and report. None imports torch, except for a plan and for a
+doctor on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import inspect
 from pathlib import Path
 
 from megatron_stare.commands.arguments import OPTIONAL_SOURCE, OVERRIDES, argument, command
-from megatron_stare.config import Config, UserError, override
-from megatron_stare.recipes import RECIPES, cluster_of, config_of
+from megatron_stare.config import Config, UserError
+from megatron_stare.recipes import cluster_of, config_of
 
 
 @command(
@@ -80,61 +78,6 @@ def _speculate(options: argparse.Namespace) -> int:
     return 0
 
 
-@command("recipes", "list every recipe with its GPUs and its purpose", examples=("recipes",))
-def _recipes(options: argparse.Namespace) -> int:
-    """One line a recipe: name, GPUs that train + of servers, the first sentence of what it says."""
-    widest = max(map(len, RECIPES))
-    for name, recipe in RECIPES.items():
-        cluster = cluster_of(name)
-        gpus = f"{cluster.trainer_gpus} + {cluster.rollout_gpus} GPUs" if cluster else "no GPU"
-        original = recipe.args[0] if isinstance(recipe, functools.partial) else recipe
-        said = " ".join((inspect.getdoc(original) or "").split()).partition(". ")[0].rstrip(".")
-        if original is not recipe:
-            said = f"{original.__name__} with GRPO-ds"
-        print(f"{name:{widest}}  {gpus:16}{said}")
-    return 0
-
-
-@command(
-    "config",
-    "print every setting of a run with its value, the origin of the value and its meaning",
-    OPTIONAL_SOURCE,
-    OVERRIDES,
-    argument("--only", default="", help="a section, or the beginning of a key, e.g. loss"),
-    argument("--page", metavar="FILE", type=Path, help="write all settings as Markdown"),
-    argument("--schema", metavar="FILE", type=Path, help="write a JSON Schema of a run's YAML"),
-    examples=("config quickstart", "config quickstart --only loss"),
-)
-def _settings(options: argparse.Namespace) -> int:
-    from megatron_stare.commands import configuration as listing
-
-    for target, write in ((options.page, listing.page), (options.schema, listing.schema)):
-        if target:
-            target.write_text(write(), encoding="utf-8")
-            print(f"written: {target}")
-            return 0
-    if not options.source:
-        raise UserError("config needs a recipe, a YAML file or a run directory")
-    base = config_of(options.source, [])
-    source = "recipe" if options.source in RECIPES else "config.yaml"
-    print(listing.text(base, override(base, options.overrides), source, options.only))
-    return 0
-
-
-@command(
-    "completion",
-    "print a script by which a shell completes commands, options and settings",
-    argument("shell", choices=["bash", "zsh", "fish"]),
-    examples=("completion bash >> ~/.bashrc", "completion zsh > _megatron_stare"),
-)
-def _completion(options: argparse.Namespace) -> int:
-    from megatron_stare.commands.arguments import command_parsers
-    from megatron_stare.commands.completion import script
-
-    print(script(options.shell, command_parsers()), end="")
-    return 0
-
-
 @command(
     "doctor",
     "check whether this machine, or a cluster, is ready; exit code 1 if it is not",
@@ -172,22 +115,4 @@ def _report(options: argparse.Namespace) -> int:
         watch(options.directories, options.port)
     else:
         print(f"report: {write_report(options.directories, options.output)}")
-    return 0
-
-
-@command(
-    "algorithms",
-    "list every objective, or show one with its settings",
-    argument("name", nargs="?", default="", help="an objective, e.g. ce_gppo"),
-    examples=("algorithms", "algorithms stare"),
-)
-def _algorithms(options: argparse.Namespace) -> int:
-    if options.name:
-        from megatron_stare.commands.algorithms import page
-
-        print(page(options.name))
-    else:
-        from megatron_stare.commands.declarations import text
-
-        print(text())
     return 0

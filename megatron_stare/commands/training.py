@@ -86,7 +86,7 @@ def _dry_run(source: str, config: Config) -> int:
 def _replay(options: argparse.Namespace) -> int:
     if options.overrides:
         raise UserError(f"--replay takes no overrides; remove {' '.join(options.overrides)}")
-    from megatron_stare.commands.replay import replay
+    from megatron_stare.debug.replay import replay
 
     losses = options.losses.split(",") if options.losses else []
     return 0 if replay(Path(options.source), options.replay, losses) else 1

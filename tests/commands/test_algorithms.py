@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_stare.__main__ import main
-from megatron_stare.commands.algorithms import HEADER, markdown, rows
-from megatron_stare.commands.declarations import FACTS, declared
+from megatron_stare.commands.algorithms import FACTS, HEADER, declared, markdown, rows
 from megatron_stare.losses.registry import all_objectives
 from tests.paths import ROOT
 

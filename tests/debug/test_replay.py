@@ -12,9 +12,8 @@ import torch
 
 from megatron_stare import config as configuration
 from megatron_stare.commands.recorded import bundle
-from megatron_stare.commands.replay import compare_objectives, replay
 from megatron_stare.config import UserError, override
-from megatron_stare.debug.replay import NOISE, Compared, Replay
+from megatron_stare.debug.replay import NOISE, Compared, Replay, compare_objectives, replay
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.prepare import effective_loss

@@ -191,10 +191,10 @@ QUANTIZATION = {
         "tests/docs/test_docs_commands.py::test_the_extra_that_a_page_installs_is_there"
     ),
     f"{PYTHON} fetch smollm2-135m models/smollm2": Elsewhere(
-        "tests/commands/test_fetch.py::test_the_packaged_model_is_a_model"
+        "tests/commands/test_models_fetch.py::test_the_packaged_model_is_a_model"
     ),
     f"{PYTHON} convert gguf-to-hf model.gguf models/mine": Elsewhere(
-        "tests/commands/test_fetch.py::test_a_gguf_file_is_converted_by_the_command"
+        "tests/commands/test_models_fetch.py::test_a_gguf_file_is_converted_by_the_command"
     ),
     "pip install -e '.[tracking]'": Elsewhere(
         "tests/docs/test_docs_commands.py::test_the_extra_that_a_page_installs_is_there"
@@ -352,7 +352,7 @@ PRINTING = {
     f"{PYTHON} config quickstart --only loss": Run(),
     f"{PYTHON} --version": LISTED,
     f"source <({PYTHON} completion bash)": Elsewhere(
-        "tests/commands/test_completion.py::test_commands_options_recipes_and_fields"
+        "tests/commands/test_configuration_completion.py::test_commands_options_recipes_and_fields"
     ),
     f"{PYTHON} train short_cot_7b --dry-run": DRY,
     f"{PYTHON} report runs/quickstart": QUICKSTART,

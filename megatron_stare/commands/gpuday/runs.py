@@ -37,8 +37,8 @@ from megatron_stare.commands.gpuday.rows import (
 from megatron_stare.commands.gpuday.stages import (
     checked,
     checkout,
-    last_line,
     kept,
+    last_line,
     succeeds,
 )
 from megatron_stare.config import Config, override

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_stare.__main__ import main
-from megatron_stare.commands import fetch as command
-from megatron_stare.commands.fetch import MODELS, PackagedModel
+from megatron_stare.commands import models as command
+from megatron_stare.commands.models import MODELS, PackagedModel
 from megatron_stare.system import file_digest
 from tests.policy.conversion.test_gguf import write_gguf
 from tests.tiny_models import tiny_config

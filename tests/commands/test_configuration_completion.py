@@ -9,7 +9,7 @@ import pytest
 
 from megatron_stare.__main__ import main
 from megatron_stare.commands.arguments import command_parsers
-from megatron_stare.commands.completion import PROGRAM, SHELLS, script
+from megatron_stare.commands.configuration import PROGRAM, SHELLS, script
 
 
 def completed(*words: str) -> list[str]:

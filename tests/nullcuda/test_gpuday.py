@@ -47,7 +47,7 @@ def test_the_weights_of_a_real_model_are_drawn_on_the_gpu(
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     with counting() as counts:
-        directory = models.random_model(Day(tmp_path, gpus=1), "drawn", "Qwen3-8B")
+        directory = models.random_model(Day(tmp_path, gpus=1), "Qwen3-8B")
     assert counts.launches > 0
     assert torch.cuda.memory_reserved() <= before, "the runs of the stage need the memory"
     embedding = load_file(directory / "model.safetensors")["model.embed_tokens.weight"].float()

@@ -59,7 +59,7 @@ def _gpuday(options: argparse.Namespace) -> int:
         found = f"{len(result.rows)} rows, {result.count('FAIL')} FAIL; {result.reason}"
         seconds = f"{result.seconds:.0f} s"
         print(f"{result.stage}: {result.status} in {seconds}, {found.rstrip('; ')}", flush=True)
-    known = [result for stage in STAGES if (result := kept(day.path, stage.name))]
+    known = [each for stage in STAGES if (each := kept(day.path, stage.name))]
     print(f"report: {write_report(day, known)}\nfor plan --machine: {day.path / MACHINE}")
     return int(any(result.faulty for result in known))
 

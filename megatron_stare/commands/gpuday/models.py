@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -18,9 +16,11 @@ from megatron_stare.commands.gpuday.rows import Day
 from megatron_stare.planning.shapes import model_shape
 from megatron_stare.policy import runtime
 from megatron_stare.records import Group, Prompt, Rollout
+from megatron_stare.system import json_line
 
+VOCABULARY = 512
 TINY = {
-    "vocab_size": 512,
+    "vocab_size": VOCABULARY,
     "num_hidden_layers": 4,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -29,7 +29,9 @@ TINY = {
     "head_dim": 16,
     "initializer_range": 0.1,
 }
-TINY_EXPERTS = TINY | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Small models: the shape that they have, except for these fields.
+SMALL = {"tiny": ("Qwen3-8B", TINY), "tiny-experts": ("Qwen3-30B-A3B", TINY | EXPERTS)}
 END = "<|end|>"
 CHAT = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -39,31 +41,26 @@ CHAT = (
 
 def model_of(day: Day) -> Path:
     """--model, or a random model: tiny in a rehearsal, 1.7B on fewer than eight GPUs, else 8B."""
-    if day.model:
-        return Path(day.model)
-    if day.rehearsal:
-        return random_model(day, "tiny", "Qwen3-8B", TINY)
-    name = "Qwen3-1.7B" if day.gpus < 8 else "Qwen3-8B"
-    return random_model(day, name, name)
+    name = "tiny" if day.rehearsal else "Qwen3-1.7B" if day.gpus < 8 else "Qwen3-8B"
+    return Path(day.model) if day.model else random_model(day, name)
 
 
-def random_model(
-    day: Day, folder: str, shape: str, changes: Mapping[str, Any] | None = None
-) -> Path:
-    """A checkpoint of a model's shape with random weights, and a tokenizer of bytes: bf16, drawn on
-    the GPU if there is one; or fp32 with `changes`. An existing one is kept.
+def random_model(day: Day, name: str) -> Path:
+    """A checkpoint of one of SMALL in fp32, or of a model's shape in bf16, which the GPU draws if
+    there is one, with a tokenizer of bytes. An existing one is kept.
     """
-    directory = day.path / "models" / folder
+    directory = day.path / "models" / name
     if (directory / "tokenizer_config.json").is_file():
         return directory
+    shape, changes = SMALL.get(name, (name, {}))
+    dtype, device = torch.float32, torch.device("cpu")
     config = model_shape(shape)
     if changes:
         config = type(config)(**{**config.to_dict(), "layer_types": None, **changes})
+    else:  # billions of numbers, which a CPU draws slowly
+        dtype, device = torch.bfloat16, runtime.device()
     config.update({"eos_token_id": 0, "bos_token_id": None})
     torch.manual_seed(0)
-    dtype, device = torch.float32, torch.device("cpu")
-    if not changes:  # billions of numbers, which a CPU draws slowly
-        dtype, device = torch.bfloat16, runtime.device()
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(directory)
@@ -91,8 +88,8 @@ def problems(day: Day) -> Path:
     """Sums of two numbers, with their labels, as a .jsonl file."""
     file, draw = day.path / "problems.jsonl", random.Random(0)
     pairs = [(draw.randrange(100), draw.randrange(100)) for _ in range(512)]
-    rows = [{"prompt": f"{a} + {b} =", "label": str(a + b)} for a, b in pairs]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = ({"prompt": f"{a} + {b} =", "label": str(a + b)} for a, b in pairs)
+    file.write_text("".join(map(json_line, rows)))
     return file
 
 
@@ -110,7 +107,7 @@ def made_up_groups(
     draw = numpy.random.default_rng(0)
 
     def tokens(length: int) -> numpy.ndarray:
-        return draw.integers(1, TINY["vocab_size"], length).astype(numpy.int32)
+        return draw.integers(1, VOCABULARY, length).astype(numpy.int32)
 
     return [
         Group(

@@ -38,6 +38,7 @@ from megatron_stare.recipes import CLUSTERS, find_recipe
 from megatron_stare.records import RoutingShape
 
 PROMPT, MICRO_BATCHES, STEPS = 64, 2, 2
+LAST = (f"score {STEPS}", f"update {STEPS}")
 LARGEST = "long_cot_32b"  # it is also run with expandable segments
 REHEARSED = ("short_cot_7b", "short_cot_14b")
 Work = Callable[..., Any]  # run(name, function, *arguments, **settings): its result
@@ -63,19 +64,42 @@ def run(day: Day) -> Iterator[Measurement]:
 
 
 def _rows(day: Day, name: str, title: str) -> Generator[Measurement, None, list[float]]:
-    """The rows of a recipe. Their result: the planned seconds over the measured ones, of a dense
-    model.
+    """The rows of a recipe: its peaks [GiB], and the seconds of the second step. A recipe that
+    fails, perhaps for memory, does not end those after it. The result: the planned seconds over the
+    measured ones, of a dense model.
     """
     plan = make_plan(override(find_recipe(name), _words(day, name)), CLUSTERS[name])
-    found = _measured(plan.config, plan.sizes.world)
-    steps_of = f"{title}: two steps of rank 0 of {plan.sizes.world}"
-    yield holds(steps_of, found["updated"], found["error"])
-    if not (found["updated"] and found["allocated"]):  # a CPU has no peak
+    updated, fault, own, allocated = False, "", 0.0, 0.0
+
+    def timed(part: str, work: Work, *arguments: Any, **settings: Any) -> Any:
+        nonlocal own
+        synchronize()
+        begin = time.perf_counter()
+        result = work(*arguments, **settings)
+        synchronize()
+        own += (part in LAST) * (time.perf_counter() - begin)
+        return result
+
+    def two_steps() -> None:
+        nonlocal updated
+        with topologies.imagined(plan.config.policy, 0, plan.sizes.world) as topology:
+            updated = steps(plan.config, topology, timed)[2]
+
+    gc.collect()
+    topologies.release_workspaces()
+    left = torch.cuda.memory_allocated()  # by the recipes before
+    try:
+        allocated = peak_bytes(two_steps) / GIB
+    except Exception as error:
+        traceback.print_exc()
+        fault = f"{type(error).__name__}: {error}"
+    yield holds(f"{title}: two steps of rank 0 of {plan.sizes.world}", updated, fault)
+    if not (updated and allocated):  # a CPU has no peak
         return []
-    seconds, own = _seconds(plan), found["seconds"]
     planned = (plan.worst.training - plan.worst.communication) / GIB
-    yield at_most(f"{title}: allocated", found["allocated"], planned, "GiB")
-    yield at_most(f"{title}: reserved", found["reserved"], found["allocated"], "GiB")
+    reserved, seconds = (torch.cuda.max_memory_reserved() - left) / GIB, _seconds(plan)
+    yield at_most(f"{title}: allocated", allocated, planned, "GiB")
+    yield at_most(f"{title}: reserved", reserved, allocated, "GiB")
     yield at_most(f"{title}: score and update, nothing sent", own, seconds, "s")
     return [] if plan.shape.experts else [seconds / own]
 
@@ -101,9 +125,9 @@ def _full(config: Config) -> tuple[int, int]:
 def _words(day: Day, name: str) -> list[str]:
     """The recipe's overrides: a model directory without weights; a tiny model in a rehearsal."""
     if day.rehearsal:
-        sizes = ("policy.max_tokens_per_gpu=256", "data.rollout_max_prompt_len=64")
-        sizes += ("rollout.rollout_max_response_len=192",)
-        return [f"policy.hf_checkpoint={model_of(day)}", *sizes]
+        sizes = ["policy.max_tokens_per_gpu=256", "rollout.rollout_max_response_len=192"]
+        tiny = f"policy.hf_checkpoint={model_of(day)}"
+        return [tiny, "data.rollout_max_prompt_len=64", *sizes]
     folder = day.path / "models" / f"shape-{name}"
     model_shape(find_recipe(name).policy.hf_checkpoint).save_pretrained(folder)
     return [f"policy.hf_checkpoint={folder}"]
@@ -132,11 +156,11 @@ def steps(config: Config, topology: Topology, run: Work) -> tuple[Actor, Any, bo
     return actor, batch, updated
 
 
+@torch.no_grad()
 def _random(chunks: list[Any], *_: Any) -> None:
     """Random weights in place of a checkpoint's: no size changes."""
-    with torch.no_grad():
-        for parameter in (value for chunk in chunks for value in chunk.parameters()):
-            parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
+    for parameter in (value for chunk in chunks for value in chunk.parameters()):
+        parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
 
 
 def _balanced(shape: RoutingShape, positions: int) -> numpy.ndarray:
@@ -162,36 +186,6 @@ def _answer() -> None:
                 one.tensor.zero_()
         return []
 
-    dist.reduce_scatter_tensor = dist.all_to_all_single = filled
-    dist.batch_isend_irecv = received
-
-
-def _measured(config: Config, world: int) -> dict[str, Any]:
-    """Two steps of rank 0: its peaks [GiB], and the seconds of the second step. A recipe that
-    fails, perhaps for memory, does not end those after it.
-    """
-    found: dict[str, Any] = {"updated": False, "error": "", "allocated": 0.0, "seconds": 0.0}
-    last = (f"score {STEPS}", f"update {STEPS}")
-
-    def timed(part: str, work: Work, *arguments: Any, **settings: Any) -> Any:
-        synchronize()
-        begin = time.perf_counter()
-        result = work(*arguments, **settings)
-        synchronize()
-        found["seconds"] += (part in last) * (time.perf_counter() - begin)
-        return result
-
-    def two_steps() -> None:
-        with topologies.imagined(config.policy, 0, world) as topology:
-            found["updated"] = steps(config, topology, timed)[2]
-
-    gc.collect()
-    topologies.release_workspaces()
-    left = torch.cuda.memory_allocated()  # by the recipes before
-    try:
-        found["allocated"] = peak_bytes(two_steps) / GIB
-    except Exception as error:
-        traceback.print_exc()
-        found["error"] = f"{type(error).__name__}: {error}"
-    found["reserved"] = (torch.cuda.max_memory_reserved() - left) / GIB
-    return found
+    for name in ("reduce_scatter_tensor", "all_to_all_single"):
+        setattr(dist, name, filled)
+    dist.batch_isend_irecv = received  # type: ignore[assignment]

@@ -9,14 +9,8 @@ from collections.abc import Callable, Iterator
 import numpy
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megatron_stare.commands.gpuday.models import (
-    TINY,
-    TINY_EXPERTS,
-    made_up_groups,
-    random_model,
-)
+from megatron_stare.commands.gpuday.models import SMALL, made_up_groups, random_model
 from megatron_stare.commands.gpuday.rows import Day, Measurement, Skipped, at_least, holds, within
 from megatron_stare.commands.gpuday.stages import ON_CPU, on_ranks
 from megatron_stare.config import Config, PolicyConfig, override
@@ -48,7 +42,6 @@ BF16, DETERMINISTIC = "dtype=bf16", "deterministic=true"
 FP32, HALF = 2e-4, 5e-2  # relative, of metrics after three updates
 # TransformerEngine multiplies fp32 on a GPU with 10 bits of mantissa otherwise.
 EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
-LARGE, SMALL = 1 << 29, 1 << 16  # bytes that a rank holds
 Steps = list[dict[str, float]]  # metrics
 
 
@@ -56,19 +49,15 @@ def equal(day: Day) -> Iterator[Measurement]:
     """K2: metrics of three updates of a tiny random model against those of one rank on the CPU in
     fp32. Every run has processes of its own.
     """
-    checkpoints = {"tiny": random_model(day, "tiny", "Qwen3-8B", TINY)}
-    if not day.rehearsal:
-        experts = random_model(day, "tiny-experts", "Qwen3-30B-A3B", TINY_EXPERTS)
-        checkpoints["tiny-experts"] = experts
 
     def steps(count: int, model: str, fields: tuple[str, ...], variables: dict[str, str]) -> Steps:
         print(f"--- {count} ranks, {model}, {fields}, {variables}", flush=True)
-        settings = [f"policy.{field}" for field in fields]
-        settings.append(f"policy.hf_checkpoint={checkpoints[model]}")
-        return on_ranks(count, variables, updates, settings)
+        settings = [f"hf_checkpoint={random_model(day, model)}", *fields]
+        return on_ranks(count, variables, updates, [f"policy.{each}" for each in settings])
 
     padded = CASES["one rank, padded"][2]
-    cpu = {model: steps(1, model, padded, ON_CPU) for model in checkpoints}
+    models = list(SMALL)[: 1 if day.rehearsal else None]
+    cpu = {model: steps(1, model, padded, ON_CPU) for model in models}
     for place, (name, (count, model, fields)) in enumerate(CASES.items()):
         if place < REHEARSED if day.rehearsal else count <= max(1, day.gpus):
             found = steps(count, model, fields, EXACT)
@@ -124,7 +113,7 @@ def collectives(day: Day) -> Iterator[Measurement]:
     count = 2 if day.rehearsal else day.gpus
     if count < 2:
         raise Skipped("needs 2 GPUs; 1 is seen")
-    rates, communicator = on_ranks(count, {}, measure, SMALL if day.rehearsal else LARGE)
+    rates, communicator = on_ranks(count, {}, measure, 1 << (16 if day.rehearsal else 29))
     expected = ceiling(count) * H100.link_share
     for name, rate in rates.items():
         yield at_least(f"{name}, {count} ranks", rate / 1e9, expected / 1e9, "GB/s")
@@ -134,7 +123,9 @@ def collectives(day: Day) -> Iterator[Measurement]:
 
 
 def measure(size: int) -> tuple[dict[str, float], float]:
-    """The rates [bytes/s] of this rank, and the bytes of GPU memory that a new group takes."""
+    """The rates [bytes/s] of a tensor of `size` bytes, and the bytes of GPU memory that a further
+    group takes at its first collective; 0 on a CPU.
+    """
     with topologies.session(PolicyConfig()):
         count, rank = dist.get_world_size(), dist.get_rank()
         whole = torch.ones(size // 4 // count * count, device=device())
@@ -160,14 +151,9 @@ def measure(size: int) -> tuple[dict[str, float], float]:
             name: factor * whole.nbytes / slowest_seconds(work)
             for name, (factor, work) in works.items()
         }
-        return rates, _communicator(whole)
-
-
-def _communicator(values: Tensor) -> float:
-    """Bytes of GPU memory that a further group takes at its first collective; 0 on a CPU."""
-    if not values.is_cuda:
-        return 0.0
-    before = torch.cuda.mem_get_info()[0]
-    dist.all_reduce(values[:1024], group=dist.new_group(backend="nccl"))
-    torch.cuda.synchronize()
-    return float(before - torch.cuda.mem_get_info()[0])
+        if not whole.is_cuda:
+            return rates, 0.0
+        before = torch.cuda.mem_get_info()[0]
+        dist.all_reduce(whole[:1024], group=dist.new_group(backend="nccl"))
+        torch.cuda.synchronize()
+        return rates, float(before - torch.cuda.mem_get_info()[0])

@@ -1,5 +1,5 @@
 """The stages that are short runs of the kit's model, started by the command line as a user starts
-them: K6, weights to servers; K7, a server that dies; K8, decoding; K9, a whole run.
+them: K6, weights to servers; K7, a server that dies; K8, decoding; K9, a whole run; K10, Slurm.
 """
 
 from __future__ import annotations
@@ -34,13 +34,7 @@ from megatron_stare.commands.gpuday.rows import (
     holds,
     within,
 )
-from megatron_stare.commands.gpuday.stages import (
-    checked,
-    checkout,
-    kept,
-    last_line,
-    succeeds,
-)
+from megatron_stare.commands.gpuday.stages import checked, checkout, kept, last_line, succeeds
 from megatron_stare.config import Config, override
 from megatron_stare.http_client import authorization, session
 from megatron_stare.loop.resolve import load_tokenizer
@@ -57,7 +51,7 @@ from megatron_stare.rollout.sglang.access import api_key
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.sync.served_engine import served_model
 
-REACH_SECONDS = 400.0  # until a step is written
+REACH_SECONDS = 400.0  # until a run or a job comes to a state
 Rows = list[dict[str, Any]]  # lines of metrics.jsonl
 
 
@@ -97,9 +91,9 @@ class ShortRun:
         if servers is not None:
             count = servers or self.ranks
             self.settings += ["rollout.engine=sglang", f"sglang.num_servers={count}"]
-        if not small and self.ranks >= 4:
-            tensor = ["tensor_model_parallel_size=4", "sequence_parallel=true"]
-            self.settings += [f"policy.{field}" for field in tensor]
+        if self.ranks >= 4:
+            tensor = ["policy.tensor_model_parallel_size=4", "policy.sequence_parallel=true"]
+            self.settings += tensor
         if not small and servers == 0:
             self.settings += ["sglang.colocated=true", "policy.offload_while_generating=true"]
         self.settings += [*options, *day.overrides]
@@ -112,19 +106,17 @@ class ShortRun:
         """The command `name` of the package on every rank of the run."""
         file = self.directory.with_suffix(".yaml")
         file.write_text("{}\n")
-        command = [sys.executable]
-        if self.ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone"]
-            command += ["--nproc-per-node", str(self.ranks)]
-        return [*command, "-m", "megatron_stare", name, str(file), *self.settings]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        ranks = [*torchrun, str(self.ranks)] if self.ranks > 1 else []
+        return [sys.executable, *ranks, "-m", "megatron_stare", name, str(file), *self.settings]
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[subprocess.Popen[bytes]]:
+    def running(self) -> Iterator[psutil.Popen]:
         """The run as a process, continued where it has begun. When the block ends, this and all
         below it are killed: they would write a last checkpoint, of 112 GB for the model of 8B.
         """
         with self.log.open("a") as log:
-            process = subprocess.Popen(self.command(), stdout=log, stderr=subprocess.STDOUT)
+            process = psutil.Popen(self.command(), stdout=log, stderr=subprocess.STDOUT)
         try:
             yield process
         finally:
@@ -144,20 +136,13 @@ class ShortRun:
         file = self.directory / METRICS_NAME
         return read_metrics(file) if file.is_file() else []
 
-    def reach(self, process: subprocess.Popen[bytes], step: int) -> None:
+    def reach(self, process: psutil.Popen, step: int) -> None:
         """Wait until `step` is written. RuntimeError: it does not come."""
-        self.wait(process, lambda: len(self.rows()) >= step, f"step {step}")
+        self.wait(process, f"step {step}", lambda: len(self.rows()) >= step)
 
-    def wait(self, process: subprocess.Popen[bytes], come: Callable[[], bool], what: str) -> None:
-        """Wait for the run to come to a state. RuntimeError: it ended, or takes too long."""
-        deadline = time.monotonic() + REACH_SECONDS
-        while not come():
-            ended = process.poll() is not None
-            if (ended and not come()) or time.monotonic() > deadline:
-                end = last_line(self.log.read_text(errors="replace"))
-                steps = f"the run wrote {len(self.rows())} steps to {self.directory}"
-                raise RuntimeError(f"no {what}: {steps}, and at last: {end}")
-            time.sleep(0.005)
+    def wait(self, process: psutil.Popen, what: str, come: Callable[[], bool]) -> None:
+        """Wait for a state. RuntimeError: the run ended, or it takes too long."""
+        _wait(what, come, lambda: process.poll() is not None, self.log)
 
     def plan(self, rows: Rows) -> RunPlan:
         """The plan of the run, for responses of the rows' length."""
@@ -166,10 +151,22 @@ class ShortRun:
         return make_plan(self.config, Cluster(self.ranks, apart), response_tokens=length)
 
 
-def _below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def _wait(
+    what: str, come: Callable[[], bool], over: Callable[[], bool], log: Path, pause: float = 0.005
+) -> None:
+    """Wait for a state. RuntimeError: all is over before, or it takes too long."""
+    deadline = time.monotonic() + REACH_SECONDS
+    while not come():
+        if (over() and not come()) or time.monotonic() > deadline:
+            said = log.read_text(errors="replace") if log.is_file() else ""
+            raise RuntimeError(f"no {what}; the last line of {log}: {last_line(said)}")
+        time.sleep(pause)
+
+
+def _below(process: psutil.Popen) -> list[psutil.Process]:
     """All processes below it; none if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(process.pid).children(recursive=True)
+        return process.children(recursive=True)
     return []
 
 
@@ -221,31 +218,28 @@ MOST_GROWTH = 256.0  # MiB
 
 def faults(day: Day) -> Iterator[Measurement]:
     """K7: kill -9 of a server in a sync; then cycles of release and resume."""
-    yield from _killed_in_a_sync(day)
-    yield from _cycles(day)
-
-
-def _killed_in_a_sync(day: Day) -> Iterator[Measurement]:
     options = (f"sglang.sync_timeout={SYNC_TIMEOUT}", f"sglang.sync_bucket_mib={BUCKET_MIB}")
     short = ShortRun(day, "killed", 10_000, *options, servers=2)
     logs, last = short.directory / "servers", SYNC_TIMEOUT + (3 if day.rehearsal else AFTER)
     with short.running() as process:
         short.reach(process, 2)
         before = _received(logs)
-        short.wait(process, lambda: _received(logs) > before, "bucket of the next sync")
+        short.wait(process, "bucket of the next sync", lambda: _received(logs) > before)
         os.killpg(os.getpgid(max(_servers(process))), signal.SIGKILL)
         killed, step = time.monotonic(), len(short.rows())
         short.reach(process, step + 2)
         what, spent = "seconds from kill -9 to the second next step", time.monotonic() - killed
         yield at_most(what, spent, 2.0 * SYNC_TIMEOUT, "s")
-        short.wait(process, lambda: time.monotonic() - killed > last, f"{last} s after the kill")
+        what = f"{last} s after the kill"
+        short.wait(process, what, lambda: time.monotonic() - killed > last)
         rows = short.rows()
-    yield holds(f"the trainer still runs {last} s after the kill", True, f"{len(rows)} steps")
+    yield holds(f"the trainer still runs {what}", True, f"{len(rows)} steps")
     restarts = rows[-1].get("engine_restarts", 0)
     yield holds("the server is started again", restarts >= 1, f"{restarts:g} restarts")
-    peak, later = (median(part, "gpu_memory_peak") for part in (rows[:step], rows[step + 2 :]))
-    if peak:
+    if peak := median(rows[:step], "gpu_memory_peak"):
+        later = median(rows[step + 2 :], "gpu_memory_peak")
         yield at_most("rank 0's memory after the kill", later, peak, "GiB")
+    yield from _cycles(day)
 
 
 def _received(logs: Path) -> int:
@@ -254,7 +248,7 @@ def _received(logs: Path) -> int:
     return sum(text.count(RECEIVED) for text in texts)
 
 
-def _servers(process: subprocess.Popen[bytes]) -> Iterator[int]:
+def _servers(process: psutil.Popen) -> Iterator[int]:
     """The first process of every server of a run."""
     for each in _below(process):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
@@ -365,9 +359,9 @@ def training(day: Day) -> Iterator[Measurement]:
     short = ShortRun(day, "run", steps, *kept, servers=None if day.rehearsal else 0)
     with short.running() as process:
         short.reach(process, steps // 2 + 1)
-        ranks = psutil.Process(process.pid).children() if short.ranks > 1 else []
+        ranks = process.children() if short.ranks > 1 else [process]
         killed = len(short.rows())
-        os.kill(max((rank.pid for rank in ranks), default=process.pid), signal.SIGKILL)
+        os.kill(max(rank.pid for rank in ranks), signal.SIGKILL)
         process.wait(120.0)
     yield holds(f"a rank is killed at step {killed}", True, str(killed))
     rows = short.finish()
@@ -404,7 +398,6 @@ def _against_plan(short: ShortRun, rows: Rows) -> Iterator[Measurement]:
 NODES, GPUS_PER_NODE = 2, 8
 RECIPE = "short_cot_32b"
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-PATIENCE_SECONDS = 400.0
 
 
 class Job:
@@ -427,19 +420,12 @@ class Job:
         found = re.search(rf"\b{field}=(\S*)", shown)
         return found[1] if found else ""
 
-    @property
-    def text(self) -> str:
-        return self.output.read_text(errors="replace") if self.output.is_file() else ""
+    def over(self) -> bool:
+        return self["JobState"] in OVER
 
-    def until(self, come: Callable[[], bool], what: str) -> None:
-        """Wait. RuntimeError: the job ended before, or it takes too long."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not come():
-            state = self["JobState"]
-            if (state in OVER and not come()) or time.monotonic() > deadline:
-                end = last_line(self.text)
-                raise RuntimeError(f"no {what}: job {self.number} is {state}; {end}")
-            time.sleep(2.0)
+    def wait(self, what: str, come: Callable[[], bool]) -> None:
+        """Wait for a state. RuntimeError: the job ended, or it takes too long."""
+        _wait(what, come, self.over, self.output, 2.0)
 
 
 def jobs(day: Day) -> Iterator[Measurement]:
@@ -459,7 +445,7 @@ def _nodes(day: Day, root: Path) -> Iterator[Measurement]:
     place = day.path / "nodes"
     words = ["--stages", "K0,K5", *["--rehearse"] * day.rehearsal]
     job = Job(root, day.path / "nodes.out", "gpuday.sbatch", *words, GPUDAY=str(place))
-    job.until(lambda: job["JobState"] in OVER, "end")
+    job.wait("end", job.over)
     files = sorted(place.glob("*/K*.json"))
     yield holds(f"{NODES} nodes accepted", len(files) == 2 * NODES, f"{len(files)} results")
     for file in files:
@@ -469,7 +455,7 @@ def _nodes(day: Day, root: Path) -> Iterator[Measurement]:
         found = f"{result.status}, FAIL: {', '.join(faults) or 'none'}"
         yield holds(f"{file.stem} on {file.parent.name}", not result.faulty, found)
     finding = r"^(?:OK|WARN|FAIL) +((?:bandwidth|clocks|versions): .*)$"
-    for line in re.findall(finding, job.text, re.M):
+    for line in re.findall(finding, job.output.read_text(errors="replace"), re.M):
         yield Measurement("between the nodes", line)
 
 
@@ -480,15 +466,16 @@ def _requeued(day: Day, root: Path) -> Iterator[Measurement]:
     place, shared = day.path / "requeued.out", str(int(not day.rehearsal))
     job = Job(root, place, "train.sbatch", source, *short.settings, COLOCATED=shared)
     try:
-        job.until(lambda: len(short.rows()) >= 3, "step 3")
+        job.wait("step 3", lambda: len(short.rows()) >= 3)
         if not day.rehearsal:
             count = NODES * GPUS_PER_NODE // find_recipe(RECIPE).sglang.gpus_per_server
-            urls = len(re.findall(r"http://", job.text.partition("servers: http")[2])) + 1
+            servers = place.read_text(errors="replace").partition("servers: http")[2]
+            urls = servers.count("http://") + 1
             yield holds("servers have the recipe's GPUs", urls >= count, f"{urls} servers")
         checked(["scancel", "--batch", "--signal=USR1", job.number])
-        job.until(lambda: int(job["Restarts"] or 0) > 0, "requeue")
+        job.wait("requeue", lambda: int(job["Restarts"] or 0) > 0)
         step = len(short.rows())
-        job.until(lambda: len(short.rows()) > step, f"step {step + 1} after the requeue")
+        job.wait(f"step {step + 1} after the requeue", lambda: len(short.rows()) > step)
         steps = [row["step"] for row in short.rows()]
         yield holds("every step once", steps == list(range(1, len(steps) + 1)), f"{len(steps)}")
     finally:

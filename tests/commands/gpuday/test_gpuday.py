@@ -206,7 +206,7 @@ def test_a_run_is_ended_with_all_below_it_and_its_last_line_is_the_reason(
     below = "sleep 600 & echo $!; wait"
     monkeypatch.setattr(short, "command", lambda: ["bash", "-c", below])
     with short.running() as process:
-        short.wait(process, lambda: bool(short.log.read_text().strip()), "line")
+        short.wait(process, "line", lambda: bool(short.log.read_text().strip()))
         (pid,) = map(int, short.log.read_text().split())
         assert psutil.pid_exists(pid)
     assert process.returncode == -signal.SIGKILL
@@ -215,7 +215,7 @@ def test_a_run_is_ended_with_all_below_it_and_its_last_line_is_the_reason(
         assert time.monotonic() < deadline
         time.sleep(0.05)
     monkeypatch.setattr(short, "command", lambda: ["bash", "-c", "echo error: no room; exit 2"])
-    with pytest.raises(RuntimeError, match=r"no step 3: .*error: no room"):
+    with pytest.raises(RuntimeError, match=r"no step 3; .*error: no room"):
         short.finish()
 
 

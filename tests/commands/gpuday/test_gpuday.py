@@ -184,7 +184,7 @@ def test_a_recipe_that_fails_does_not_end_those_after_it(
     assert "no room" in capsys.readouterr().err
 
 
-def test_a_run_of_a_stage_that_runs_again_starts_again(
+def test_a_run_of_a_stage_that_runs_again_has_no_earlier_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "model_of", lambda day: tmp_path)

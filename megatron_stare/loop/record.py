@@ -117,7 +117,8 @@ def read_groups(directory: Path, head: Head, topology: Topology) -> list[Group]:
 def recorded_groups(directory: Path, head: Head) -> list[Group]:
     """All ranks' groups of a recorded step, in one process. UserError as `read_groups`."""
     folder = folder_of(directory, head.step)
-    own = {rank: iter(_read_own(_frames_file(folder, head.attempt, rank))) for rank in head.holders}
+    ranks = {*head.holders}
+    own = {rank: iter(_read_own(_frames_file(folder, head.attempt, rank))) for rank in ranks}
     found = [group for rank in head.holders if (group := next(own[rank], None))]
     if len(found) < len(head.holders):
         raise UserError(

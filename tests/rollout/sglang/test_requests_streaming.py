@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_stare.sync.announcement import snapshot_of
+from megatron_stare.sync.served_engine import snapshot_of
 
 from megatron_stare.config import SGLangConfig
 from megatron_stare.records import Rollout

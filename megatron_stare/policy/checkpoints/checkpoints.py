@@ -178,8 +178,8 @@ class Checkpoints(CheckpointDirectory):
             self.finish()
         if self.failure:
             raise UserError(
-                f"the last checkpoint was not written ({self.failure}); make room and resume the "
-                "run"
+                f"the last checkpoint was not written ({self.failure}); mend that (of a full disk: "
+                "make room) and resume the run"
             )
 
     def poll(self) -> None:
@@ -449,6 +449,8 @@ def _planned(
 def _described(error: BaseException) -> str:
     """The root of a failure in one line."""
     while (deeper := error.__cause__ or error.__context__) is not None:
+        if error.__suppress_context__ and error.__cause__ is None:
+            break  # raised from None: its text stands for what is below it
         error = deeper
     text = " ".join(str(error).split())
     return text or type(error).__name__

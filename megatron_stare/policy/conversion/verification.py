@@ -44,8 +44,7 @@ from megatron_stare.policy.huggingface.names import (
 )
 from megatron_stare.policy.topology import Topology
 
-# Of the largest value of a result: what other orders of summation leave, layer after
-# layer.
+# Of the largest value of a result: what other orders of summation leave, layer after layer.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 # transformers turns queries and keys in no module: its keys are read from its cache.
 _CACHE = "past_key_values."

@@ -25,8 +25,12 @@ def test_a_missing_file_of_the_model_costs_only_the_checkpoint(
     checkpoints.save(1, {})
     assert "gone.safetensors" in checkpoints.failure and checkpoints.saved is None
     assert "warning: checkpoint 1 not written" in capsys.readouterr().err
-    index.unlink()
+    index.write_text("{")
     checkpoints.save(2, {})
+    assert checkpoints.failure.startswith(f"{index} is damaged (")
+    assert checkpoints.failure.endswith("; fetch it again")
+    index.unlink()
+    checkpoints.save(3, {})
     assert not checkpoints.failure
-    assert checkpoints.find() == tmp_path / "checkpoints" / "step_00000002"
+    assert checkpoints.find() == tmp_path / "checkpoints" / "step_00000003"
     topologies.stop()

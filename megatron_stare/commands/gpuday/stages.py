@@ -194,6 +194,11 @@ def _work(day: Day, stage: Stage, log: Path) -> None:
     result.write(day.path)
 
 
+def _on_rank[T](work: Callable[..., T], *arguments: Any) -> T:
+    end_with_parent()  # a rank that outlives a killed stage keeps its GPU
+    return work(*arguments)
+
+
 def on_ranks[T](
     count: int, environment: dict[str, str], work: Callable[..., T], *arguments: Any
 ) -> T:
@@ -209,7 +214,7 @@ def on_ranks[T](
     # Ranks inherit it: libraries of CUDA read their variables when they are loaded.
     os.environ.update(environment)
     try:
-        found: dict[int, T] = elastic_launch(launch, work)(*arguments)
+        found: dict[int, T] = elastic_launch(launch, _on_rank)(work, *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         recorded: Any = failure.message  # a text where the rank recorded no exception

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron_stare.commands.gpuday.rows import Day, Measurement, Skipped, at_least, holds
 from megatron_stare.commands.gpuday.stages import on_ranks
@@ -23,8 +25,17 @@ def run(day: Day) -> Iterator[Measurement]:
         time.sleep(600)
     if way == "fails on a rank":
         on_ranks(1, {"CABLE": "loose"}, rank)
+    if way == "hangs on a rank":
+        on_ranks(1, {}, hang, day.path)
     yield holds("statement", way == "true")
 
 
 def rank() -> None:
     raise ValueError(f"when this rank was loaded, the cable was {CABLE}")
+
+
+def hang(directory: Path) -> None:
+    """Python's handler of SIGINT does not run, as in a collective that waits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    (directory / "rank").write_text(str(os.getpid()))
+    time.sleep(600)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import multiprocessing
 import signal
 import time
 from pathlib import Path
@@ -44,6 +45,27 @@ def test_a_stage_whose_rank_fails_has_the_error_of_the_rank(tmp_path: Path) -> N
     (result,) = run_stages(day_of(tmp_path, "fails on a rank"), [FIRST])
     said = "rank 0: ValueError: when this rank was loaded, the cable was loose"
     assert result.status == "failed" and said in result.reason
+
+
+def test_a_rank_ends_with_its_stage_when_the_kit_is_killed(tmp_path: Path) -> None:
+    """SIGKILL to the kit's process, which can then end nothing itself."""
+    kit = multiprocessing.get_context("spawn").Process(
+        target=run_one, args=(day_of(tmp_path, "hangs on a rank"),)
+    )
+    kit.start()
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "rank").is_file() or not (tmp_path / "rank").read_text():
+        assert kit.is_alive() and time.monotonic() < deadline
+        time.sleep(0.05)
+    kit.kill()
+    number = int((tmp_path / "rank").read_text())
+    while psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def run_one(day: Day) -> None:
+    list(run_stages(day, [FIRST]))
 
 
 def test_the_last_line_of_an_output_is_not_that_of_torchruns_report() -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_stare.sync.served_engine import snapshot_of
 
 from megatron_stare.config import SGLangConfig
 from megatron_stare.records import Rollout
@@ -32,6 +31,7 @@ from megatron_stare.rollout.sglang import requests as runner
 from megatron_stare.rollout.sglang.answers import Answer, Received
 from megatron_stare.rollout.sglang.pool import PoolReplica, SGLangPool
 from megatron_stare.rollout.sglang.server import Model
+from megatron_stare.sync.served_engine import snapshot_of
 from tests.rollout.sglang.fake_server import Fake, fake_servers, id_at, logprob_at
 from tests.rollout.sglang.idle import sample_all, tiny_model
 

@@ -30,9 +30,11 @@ from megatron_stare.collect.process_worker import WorkerProcesses
 from megatron_stare.config import Config, EngineError, EvaluationSetConfig, ScoringConfig
 from megatron_stare.data.prompts import Tools, check_rewarded, load_prompts
 from megatron_stare.data.sources import parts
+from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.numerics.exchange import all_gather_bytes
 from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import Prompt, Rollout, readable
+from megatron_stare.reporting.heartbeat import phase
 from megatron_stare.reporting.problem_scores import (
     EVALUATION,
     Problem,
@@ -317,13 +319,14 @@ class Evaluator:
         interval = self.config.evaluation.eval_interval
         return interval > 0 and (step % interval == 0 or step == self.config.train.num_rollout)
 
-    def evaluate_start(self, step: int) -> dict[str, float]:
+    def evaluate_start(self, step: int, interrupt: Interrupt) -> dict[str, float]:
         """eval_start/<set>/<number> of the policy that the first step starts from, if
         evaluation.eval_at_start asks for it; empty after a step. Collective.
         """
         if step or not self.config.evaluation.eval_at_start:
             return {}
-        return {start_key(key): value for key, value in self.evaluate(step).items()}
+        with phase("evaluate"), interrupt.ending(self.stop):
+            return {start_key(key): value for key, value in self.evaluate(step).items()}
 
     def evaluate(
         self, step: int, journals: Path | None = None, policy: str = ""

@@ -86,8 +86,7 @@ class Trainer:
 
     def train_step(self) -> dict[str, float]:
         """One step: collect, record, learn, finish, sync. Interrupted: before its updates."""
-        with phase("evaluate"), self.interrupt.ending(self.evaluator.stop):
-            start = self.evaluator.evaluate_start(self.step)
+        start = self.evaluator.evaluate_start(self.step, self.interrupt)
         watch = Stopwatch()
         self.progress.start_step()
         with watch("rollout"), self.interrupt.ending(self.collector.stop):

@@ -60,7 +60,6 @@ class Watchdog:
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._ended = "ended"
-        self._began = 0  # [ns] of the clock that dates run.dir's files
 
     def __enter__(self) -> Watchdog:
         if self.timeout and self._prepare():
@@ -95,9 +94,11 @@ class Watchdog:
         """False where run.dir cannot be written: the claim of the directory reports that."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            # of an earlier start: torchrun gives every start of a command the same names
+            with suppress(FileNotFoundError):
+                self.report_file.replace(self.report_file.with_suffix(".old"))
             # open for good: the handler writes to its number
             stacks = os.open(self._stacks(self.rank), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
-            self._began = os.fstat(stacks).st_mtime_ns
         except OSError:
             return False
         # in C, inside of whatever call the rank is in
@@ -115,7 +116,7 @@ class Watchdog:
         while not self._left.wait(self.interval):
             beat = self._beat()
             silent = self._next.silent() if self.world_size > 1 else 0.0
-            if self._declared():
+            if os.path.exists(self.report_file):  # no error where the disk does not answer
                 self._leave()
             elif silent > patience:
                 self._declare(silent)
@@ -142,19 +143,9 @@ class Watchdog:
                 return False
         return True
 
-    def _declared(self) -> bool:
-        """Whether a rank has begun the report. An older one is of an earlier start: torchrun gives
-        every start of a command the same names.
-        """
-        with suppress(OSError):
-            return self.report_file.stat().st_mtime_ns >= self._began
-        return False
-
     def _declare(self, silent: float) -> None:
         """Write the report, unless another rank has begun to, and leave."""
         try:
-            if not self._declared():
-                self.report_file.unlink(missing_ok=True)
             handle = os.open(self.report_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             self._leave()

@@ -55,11 +55,13 @@ def go_wrong(scenario: str) -> None:
             time.sleep(TIMEOUT / 15)
 
 
-def leave_an_old_report(file: Path) -> None:
-    """What the same command left when it hung an hour ago."""
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("hang: of an earlier start")
-    os.utime(file, (time.time() - 3600,) * 2)
+def leave_an_old_report(file: Path, rank: int) -> None:
+    """What the same command left when it hung before; there before any rank looks."""
+    if rank == 0:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("hang: of an earlier start")
+    while not (file.exists() or file.with_suffix(".old").exists()):
+        time.sleep(0.01)
 
 
 def one_rank(scenario: str, rank: int, world: int, folder: Path) -> None:
@@ -69,7 +71,7 @@ def one_rank(scenario: str, rank: int, world: int, folder: Path) -> None:
     os.environ.update(MASTER_PORT=str(folder))  # one start of one run
     guard = Watchdog(RunConfig(dir=str(folder), hang_timeout=TIMEOUT))
     if scenario == "again":
-        leave_an_old_report(guard.report_file)
+        leave_an_old_report(guard.report_file, rank)
     with guard as watchdog:
         dist.init_process_group(
             "gloo",
@@ -93,7 +95,7 @@ class Ended:
     """The exit codes of a scenario's ranks, and their files."""
 
     def __init__(self, folder: Path, codes: list[int | None]) -> None:
-        self.codes = codes
+        self.folder, self.codes = folder, codes
         self.stderr = [(folder / f"stderr_{rank}").read_text() for rank in range(len(codes))]
         reports = list((folder / "ranks").glob("hang_*.txt"))
         assert len(reports) <= 1
@@ -191,9 +193,12 @@ def test_a_single_process_reports_its_hang(ended):
     )
 
 
-def test_the_report_of_an_earlier_hang_ends_no_later_start(ended):
+def test_the_report_of_an_earlier_hang_is_kept_and_ends_no_later_start(ended):
     hang = ended["again"]
     assert hang.codes == [HUNG] * WORLD
+    assert sum(text.startswith("hang: ") for text in hang.stderr) == 1
+    (old,) = (hang.folder / "ranks").glob("hang_*.old")
+    assert old.read_text() == "hang: of an earlier start"
     assert "the others wait for rank 1 (step 3, rollout: read_a_row" in hang.headline
 
 

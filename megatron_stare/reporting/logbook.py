@@ -118,6 +118,7 @@ class Logbook:
         self.path = self.directory / METRICS_NAME
         self.last_step = self._cut(done)
         self._file = self.path.open("ab", buffering=0)
+        self._size = self._file.tell()  # of the whole lines in the file
         self._queue: list[bytes] = []  # lines that are not in the file yet
         self._best_effort = BestEffort(
             f"metrics wait in memory until {self.path} can be written, and the run continues"
@@ -167,7 +168,7 @@ class Logbook:
 
     def _write_out(self) -> None:
         while self._queue:
-            _append(self._file, self._queue[0])
+            self._size = _append(self._file, self._size, self._queue[0])
             self._queue.pop(0)
 
     def _finite(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -221,15 +222,15 @@ def open_logbook(
     return Logbook(Path(run.dir), done, trackers_of(run))
 
 
-def _append(file: FileIO, line: bytes) -> None:
-    """Write a line, as a whole or not at all. OSError: the disk is full."""
-    size = os.fstat(file.fileno()).st_size
-    try:
-        while line:
-            line = line[file.write(line) :]
-    except OSError:
-        file.truncate(size)
-        raise
+def _append(file: FileIO, size: int, line: bytes) -> int:
+    """Write a line after the whole lines, `size` bytes, in place of what a failed attempt left of
+    one; their new size. OSError: the disk is full.
+    """
+    file.truncate(size)
+    size += len(line)
+    while line:
+        line = line[file.write(line) :]
+    return size
 
 
 def _warn(tracker: Tracker, what: str, error: Exception) -> None:
@@ -267,8 +268,9 @@ class Alarm:
 
 def append_alarm(directory: Path, alarm: Alarm) -> None:
     """Append one line. OSError: the disk is full."""
-    with (Path(directory) / ALARMS_NAME).open("ab", buffering=0) as file:
-        _append(file, _alarm_line(alarm).encode())
+    with (Path(directory) / ALARMS_NAME).open("ab+", buffering=0) as file:
+        file.seek(0)
+        _append(file, file.read().rfind(b"\n") + 1, _alarm_line(alarm).encode())
 
 
 def read_alarms(directory: Path) -> list[Alarm]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 import resource
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -211,3 +213,37 @@ def test_an_alarm_that_a_full_disk_refuses_damages_no_other(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     append_alarm(tmp_path, alarms[2])
     assert read_alarms(tmp_path) == [alarms[0], alarms[2]]
+
+
+class FullDisk(FileIO):
+    """Takes 7 bytes of a line, then neither more nor the end of the file back."""
+
+    taken = 0
+
+    def write(self, line):
+        if self.taken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.taken = super().write(line[:7])
+        return self.taken
+
+    def truncate(self, size=None):
+        if self.taken:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return super().truncate(size)
+
+
+def test_part_of_a_line_that_could_not_be_removed_damages_no_later_line(tmp_path):
+    with Logbook(tmp_path) as book:
+        book.write(1, {"entropy": 1.0})
+        works, book._file = book._file, FullDisk(book.path, "ab")
+        book.write(2, {"entropy": 2.0})
+        book._file.close()
+        book._file = works
+        book.write(3, {"entropy": 3.0})
+        assert [row["step"] for row in read_metrics(book.path)] == [1, 2, 3]
+    alarms = [Alarm(step, "entropy", "low", step, "lower optimizer.lr") for step in (1, 2)]
+    append_alarm(tmp_path, alarms[0])
+    with (tmp_path / "alarms.jsonl").open("ab") as file:
+        file.write(b'{"step"')
+    append_alarm(tmp_path, alarms[1])
+    assert read_alarms(tmp_path) == alarms

@@ -123,11 +123,16 @@ def build_engine(
                 f"rollout.engine=sglang needs {error.name}; install megatron-stare[sglang]"
             ) from None
         announce = workers.announce if workers else None
-        return with_tools(ServedEngine(config, tokenizer, topology, announce), config, tokenizer)
-    engine = embedded_engine(config, tokenizer, topology.world_size)
-    if workers is not None:
-        engine.follower = workers.load_weights
-    return with_tools(engine, config, tokenizer)
+        engine: Engine = ServedEngine(config, tokenizer, topology, announce)
+    else:
+        engine = embedded = embedded_engine(config, tokenizer, topology.world_size)
+        if workers is not None:
+            embedded.follower = workers.load_weights
+    try:
+        return with_tools(engine, config, tokenizer)
+    except BaseException:
+        engine.close()
+        raise
 
 
 def with_tools(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
@@ -263,7 +268,7 @@ def evaluate_checkpoint(
             ".parquet>"
         )
     directory = Path(config.run.dir)
-    judge, tokenizer = build_judge(config), load_tokenizer(config.policy.hf_checkpoint)
+    tokenizer, judge = load_tokenizer(config.policy.hf_checkpoint), build_judge(config)
     with contextlib.ExitStack() as ending:
         ending.callback(judge.close)
         sets = evaluation_sets(config, tokenizer, topology)

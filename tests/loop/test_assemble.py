@@ -53,3 +53,23 @@ def test_a_bad_row_of_an_evaluation_ends_a_start_before_any_engine(
     config = small_config(tmp_path, f"evaluation.eval_data.held={file}")
     with pytest.raises(UserError, match=r"held\.jsonl"):
         Trainer(config, topology)
+
+
+def test_a_start_whose_agents_or_tools_fail_closes_the_engine_below(
+    tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
+):
+    class Below:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    def with_tools(*_: object) -> None:
+        raise UserError("agents.port is taken")
+
+    below = Below()
+    monkeypatch.setattr(assemble, "embedded_engine", lambda *_: below)
+    monkeypatch.setattr(assemble, "with_tools", with_tools)
+    with pytest.raises(UserError, match="taken"):
+        assemble.build_engine(small_config(tmp_path), byte_tokenizer(), topology)
+    assert below.closed

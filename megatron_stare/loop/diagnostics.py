@@ -390,7 +390,7 @@ def sampled_rollouts(
     topology: Topology,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[schema.SampledRollout]:
-    """The sampled rollouts on the first rank; none elsewhere. `values` as of predicted.merged.
+    """The sampled rollouts on the first rank; none elsewhere. `values` as of `merged`.
     Collective.
     """
     own_rows = _rows(places, values) if _speaks(topology) else b""

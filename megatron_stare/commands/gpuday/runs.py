@@ -34,7 +34,15 @@ from megatron_stare.commands.gpuday.rows import (
     holds,
     within,
 )
-from megatron_stare.commands.gpuday.stages import checked, checkout, kept, last_line, succeeds
+from megatron_stare.commands.gpuday.stages import (
+    below,
+    checked,
+    checkout,
+    kept,
+    kill,
+    last_line,
+    succeeds,
+)
 from megatron_stare.config import Config, override
 from megatron_stare.http_client import authorization, session
 from megatron_stare.loop.resolve import load_tokenizer
@@ -120,9 +128,7 @@ class ShortRun:
         try:
             yield process
         finally:
-            for each in [process, *_below(process)]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.kill()
+            kill([process, *below(process.pid)])
             process.wait()
 
     def finish(self) -> Rows:
@@ -161,13 +167,6 @@ def _wait(
             said = log.read_text(errors="replace") if log.is_file() else ""
             raise RuntimeError(f"no {what}; the last line of {log}: {last_line(said)}")
         time.sleep(pause)
-
-
-def _below(process: psutil.Popen) -> list[psutil.Process]:
-    """All processes below it; none if it has ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.children(recursive=True)
-    return []
 
 
 def median(rows: Rows, key: str) -> float:
@@ -250,7 +249,7 @@ def _received(logs: Path) -> int:
 
 def _servers(process: psutil.Popen) -> Iterator[int]:
     """The first process of every server of a run."""
-    for each in _below(process):
+    for each in below(process.pid):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
             if "--model-path" in each.cmdline():
                 yield each.pid

@@ -11,11 +11,14 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+import psutil
 
 from megatron_stare.commands.gpuday.rows import Day, Measurement, Skipped, Verdict, holds
 from megatron_stare.config import UserError
@@ -152,20 +155,39 @@ def _run(day: Day, stage: Stage) -> Result:
 
 
 def _end(process: Any) -> None:
-    """End the stage's process group: what a failed stage started must not disturb the next."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
+    """End the stage with all that it started, which must not disturb the next one."""
+    left = below(process.pid)
+    process.terminate()
     process.join(GRACE_SECONDS)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    kill(left)
     process.kill()  # if it had no group yet
     process.join()
+
+
+def below(pid: int) -> list[psutil.Process]:
+    """All processes below this one, torchrun's ranks in sessions of their own, too; none if it has
+    ended.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
+def kill(processes: Iterable[psutil.Process]) -> None:
+    """Send SIGKILL to those that still run."""
+    for each in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
 
 
 def _work(day: Day, stage: Stage, log: Path) -> None:
     """The stage's process: every row is written as soon as it is known."""
     os.setsid()
-    end_with_parent()
+    # As an exception, so that what a stage started ends with it: runs, and jobs on other machines.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("the stage was ended"))
+    end_with_parent(signal.SIGTERM)
     with log.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -235,9 +257,13 @@ def checked(command: Sequence[str], **environment: str) -> str:
     env, pipe = os.environ | environment, subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, env=env) as process:
         assert process.stdout is not None
-        for line in (each.decode(errors="replace") for each in process.stdout):
-            print(line, end="", flush=True)
-            lines.append(line)
+        try:
+            for line in (each.decode(errors="replace") for each in process.stdout):
+                print(line, end="", flush=True)
+                lines.append(line)
+        except BaseException:  # it would be waited for
+            kill([psutil.Process(process.pid), *below(process.pid)])
+            raise
     said = "".join(lines)
     if process.returncode:
         name = " ".join(command[:6])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_stare.commands.gpuday.rows import Day, Measurement, Skipped, at_least, holds
-from megatron_stare.commands.gpuday.stages import on_ranks
+from megatron_stare.commands.gpuday.stages import checked, on_ranks
 
 CABLE = os.environ.get("CABLE", "there")
 
@@ -23,6 +23,8 @@ def run(day: Day) -> Iterator[Measurement]:
         raise Skipped("no second node")
     if way == "hangs":
         time.sleep(600)
+    if way == "hangs below":  # torchrun, too, starts its ranks in sessions of their own
+        checked(["bash", "-c", f"setsid sleep 600 & echo $! > {day.path}/rank; wait"])
     if way == "fails on a rank":
         on_ranks(1, {"CABLE": "loose"}, rank)
     if way == "hangs on a rank":

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import multiprocessing
+import os
 import signal
 import time
 from pathlib import Path
@@ -47,25 +48,32 @@ def test_a_stage_whose_rank_fails_has_the_error_of_the_rank(tmp_path: Path) -> N
     assert result.status == "failed" and said in result.reason
 
 
-def test_a_rank_ends_with_its_stage_when_the_kit_is_killed(tmp_path: Path) -> None:
-    """SIGKILL to the kit's process, which can then end nothing itself."""
+@pytest.mark.parametrize("way", ["hangs on a rank", "hangs below"])
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+def test_what_a_stage_started_ends_when_the_kit_is_killed(
+    way: str, ending: signal.Signals, tmp_path: Path
+) -> None:
     kit = multiprocessing.get_context("spawn").Process(
-        target=run_one, args=(day_of(tmp_path, "hangs on a rank"),)
+        target=run_one, args=(day_of(tmp_path, way),)
     )
     kit.start()
     deadline = time.monotonic() + 120
     while not (tmp_path / "rank").is_file() or not (tmp_path / "rank").read_text():
         assert kit.is_alive() and time.monotonic() < deadline
         time.sleep(0.05)
-    kit.kill()
-    number = int((tmp_path / "rank").read_text())
-    while psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    os.kill(kit.pid or 0, ending)
+    wait_for_the_end(int((tmp_path / "rank").read_text()), deadline)
 
 
 def run_one(day: Day) -> None:
     list(run_stages(day, [FIRST]))
+
+
+def wait_for_the_end(number: int, deadline: float) -> None:
+    """Of a process, which nobody may wait for."""
+    while psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_the_last_line_of_an_output_is_not_that_of_torchruns_report() -> None:
@@ -94,6 +102,15 @@ def test_a_stage_that_hangs_is_ended_at_the_limit(
     (result,) = run_stages(day_of(tmp_path, "hangs"), [FIRST])
     assert result.status == "timed out" and "limit of 20 s" in result.reason
     assert [row.what for row in result.rows] == ["rate"]
+
+
+def test_what_a_stage_started_ends_at_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "LIMIT_SECONDS", 20.0)
+    (result,) = run_stages(day_of(tmp_path, "hangs below"), [FIRST])
+    assert result.status == "timed out"
+    wait_for_the_end(int((tmp_path / "rank").read_text()), time.monotonic() + 20)
 
 
 def test_a_stage_with_a_result_is_not_run_again_unless_asked(tmp_path: Path) -> None:
@@ -232,10 +249,7 @@ def test_a_run_is_ended_with_all_below_it_and_its_last_line_is_the_reason(
         (pid,) = map(int, short.log.read_text().split())
         assert psutil.pid_exists(pid)
     assert process.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 20
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_the_end(pid, time.monotonic() + 20)
     monkeypatch.setattr(short, "command", lambda: ["bash", "-c", "echo error: no room; exit 2"])
     with pytest.raises(RuntimeError, match=r"no step 3; .*error: no room"):
         short.finish()

@@ -111,12 +111,16 @@ class ShortRun:
         return override(Config(), self.settings)
 
     def command(self, name: str = "train") -> list[str]:
-        """The command `name` of the package on every rank of the run."""
+        """The command `name` of the package on the run's configuration."""
         file = self.directory.with_suffix(".yaml")
         file.write_text("{}\n")
+        return self.on_ranks(name, str(file), *self.settings)
+
+    def on_ranks(self, *words: str) -> list[str]:
+        """The command of the package that these words are, on every rank of the run."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         ranks = [*torchrun, str(self.ranks)] if self.ranks > 1 else []
-        return [sys.executable, *ranks, "-m", "megatron_stare", name, str(file), *self.settings]
+        return [sys.executable, *ranks, "-m", "megatron_stare", *words]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[psutil.Popen]:
@@ -367,12 +371,10 @@ def training(day: Day) -> Iterator[Measurement]:
     found = [row["step"] for row in rows]
     yield holds("every step once, after the resume", found == list(range(1, steps + 1)), str(found))
     yield from _against_plan(short, rows[1:])
-    if short.ranks == 1:
-        replay = [sys.executable, "-m", "megatron_stare", "train", str(short.directory)]
-        what, same = f"replay of step {steps - 1}", "the same figures"
-        yield succeeds(what, [*replay, "--replay", str(steps - 1)], same)
     alarms = {key for row in rows for key in row if key.startswith("alarm")}
     yield holds("no alarm", not alarms, ", ".join(sorted(alarms)) or "none", "WARN")
+    replay = short.on_ranks("train", str(short.directory), "--replay", str(steps - 1))
+    yield succeeds(f"replay of step {steps - 1}", replay, "the same figures")
 
 
 def _against_plan(short: ShortRun, rows: Rows) -> Iterator[Measurement]:
@@ -396,7 +398,7 @@ def _against_plan(short: ShortRun, rows: Rows) -> Iterator[Measurement]:
 # K10
 NODES, GPUS_PER_NODE = 2, 8
 RECIPE = "short_cot_32b"
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
 class Job:
@@ -418,6 +420,12 @@ class Job:
         shown = checked(["scontrol", "show", "job", self.number])
         found = re.search(rf"\b{field}=(\S*)", shown)
         return found[1] if found else ""
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        checked(["scancel", self.number])
 
     def over(self) -> bool:
         return self["JobState"] in OVER
@@ -441,10 +449,11 @@ def jobs(day: Day) -> Iterator[Measurement]:
 
 
 def _nodes(day: Day, root: Path) -> Iterator[Measurement]:
-    place = day.path / "nodes"
+    place, output = day.path / "nodes", day.path / "nodes.out"
+    shutil.rmtree(place, ignore_errors=True)  # of a stage that runs again
     words = ["--stages", "K0,K5", *["--rehearse"] * day.rehearsal]
-    job = Job(root, day.path / "nodes.out", "gpuday.sbatch", *words, GPUDAY=str(place))
-    job.wait("end", job.over)
+    with Job(root, output, "gpuday.sbatch", *words, GPUDAY=str(place)) as job:
+        job.wait("end", job.over)
     files = sorted(place.glob("*/K*.json"))
     yield holds(f"{NODES} nodes accepted", len(files) == 2 * NODES, f"{len(files)} results")
     for file in files:
@@ -453,9 +462,9 @@ def _nodes(day: Day, root: Path) -> Iterator[Measurement]:
         faults = [row.what for row in result.rows if row.verdict == "FAIL"]
         found = f"{result.status}, FAIL: {', '.join(faults) or 'none'}"
         yield holds(f"{file.stem} on {file.parent.name}", not result.faulty, found)
-    finding = r"^(?:OK|WARN|FAIL) +((?:bandwidth|clocks|versions): .*)$"
-    for line in re.findall(finding, job.output.read_text(errors="replace"), re.M):
-        yield Measurement("between the nodes", line)
+    finding = r"^(OK|WARN|FAIL) +((?:bandwidth|clocks|versions): .*)$"
+    for verdict, line in re.findall(finding, output.read_text(errors="replace"), re.M):
+        yield Measurement("between the nodes", line, verdict=verdict)
 
 
 def _requeued(day: Day, root: Path) -> Iterator[Measurement]:
@@ -463,19 +472,17 @@ def _requeued(day: Day, root: Path) -> Iterator[Measurement]:
     short.command()  # writes the file that a rehearsal trains on
     source = str(short.directory.with_suffix(".yaml")) if day.rehearsal else RECIPE
     place, shared = day.path / "requeued.out", str(int(not day.rehearsal))
-    job = Job(root, place, "train.sbatch", source, *short.settings, COLOCATED=shared)
-    try:
+    with Job(root, place, "train.sbatch", source, *short.settings, COLOCATED=shared) as job:
         job.wait("step 3", lambda: len(short.rows()) >= 3)
         if not day.rehearsal:
             count = NODES * GPUS_PER_NODE // find_recipe(RECIPE).sglang.gpus_per_server
-            servers = place.read_text(errors="replace").partition("servers: http")[2]
-            urls = servers.count("http://") + 1
-            yield holds("servers have the recipe's GPUs", urls >= count, f"{urls} servers")
+            said = re.search(r"servers: (http.*)", place.read_text(errors="replace"))
+            servers = len(said[1].split()) if said else 0
+            found = f"{servers} servers, {count} wanted"
+            yield holds("servers have the recipe's GPUs", servers == count, found)
         checked(["scancel", "--batch", "--signal=USR1", job.number])
         job.wait("requeue", lambda: int(job["Restarts"] or 0) > 0)
         step = len(short.rows())
         job.wait(f"step {step + 1} after the requeue", lambda: len(short.rows()) > step)
         steps = [row["step"] for row in short.rows()]
         yield holds("every step once", steps == list(range(1, len(steps) + 1)), f"{len(steps)}")
-    finally:
-        checked(["scancel", job.number])

@@ -273,7 +273,52 @@ def test_the_runs_of_the_kit_are_valid_and_fit_their_gpus(
     assert short.ranks + short.apart <= gpus
     assert config.sglang.colocated == (servers == 0)
     assert config.sglang.num_servers == (apart or gpus)
-    assert ("torch.distributed.run" in short.command()) == (short.ranks > 1)
+    for command in (short.command(), short.on_ranks("train", "a run", "--replay", "11")):
+        assert ("torch.distributed.run" in command) == (short.ranks > 1)
+
+
+SLURM = r"""#!/bin/bash
+step() {
+    local count; count=$(cat "$FAKE/requeued/metrics.jsonl" 2>/dev/null | wc -l)
+    echo "{\"step\": $((count + 1))}" >> "$FAKE/requeued/metrics.jsonl"
+}
+echo "$(basename "$0") $*" >> "$FAKE/called"
+case "$(basename "$0") $*" in
+    sbatch*gpuday.sbatch*) mkdir -p "$GPUDAY/n1"; cp "$FAKE/K0.json" "$GPUDAY/n1"; echo 7 ;;
+    sbatch*) mkdir "$FAKE/requeued"; step; step; step; echo 8 ;;
+    scontrol*7) echo "JobState=COMPLETED Restarts=0" ;;
+    scontrol*) step; echo "JobState=RUNNING Restarts=1" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("servers", "verdict"), [(4, "OK"), (16, "FAIL")])
+def test_k10_reports_what_its_jobs_found_and_cancels_them(
+    servers: int, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's commands are a script. Servers of one GPU would be four times the recipe's."""
+    for name in ("sbatch", "scontrol", "scancel", "sinfo"):
+        (tmp_path / name).write_text(SLURM)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE", str(tmp_path))
+    monkeypatch.setattr(runs, "model_of", lambda day: tmp_path)
+    Result("K0", "finished").write(tmp_path)
+    (tmp_path / "nodes" / "n9").mkdir(parents=True)  # of an earlier call
+    Result("K0", "failed").write(tmp_path / "nodes" / "n9")
+    (tmp_path / "nodes.out").write_text("FAIL  bandwidth: 1.00 GB/s between 16 ranks (nccl)\n")
+    urls = " ".join(["http://n1:30000"] * servers)
+    (tmp_path / "requeued.out").write_text(f"servers: {urls}\nanother line of http://n1:30000\n")
+    rows = runs.jobs(day_of(tmp_path, "run.seed=3"))
+    assert [(row.what, row.verdict) for row in rows] == [
+        ("2 nodes accepted", "FAIL"),
+        ("K0 on n1", "OK"),
+        ("between the nodes", "FAIL"),
+        ("servers have the recipe's GPUs", verdict),
+        ("every step once", "OK"),
+    ]
+    called = (tmp_path / "called").read_text().splitlines()
+    assert "scancel 7" in called and called[-1] == "scancel 8"
 
 
 def test_the_command_checks_its_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

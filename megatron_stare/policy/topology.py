@@ -22,7 +22,7 @@ from megatron_stare.config import EngineError, NoSignalError, PolicyConfig, Task
 from megatron_stare.config.environment import prepare_environment
 from megatron_stare.numerics.selection import Across
 from megatron_stare.policy import runtime
-from megatron_stare.system import unseen_gpus
+from megatron_stare.system import return_memory, unseen_gpus
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 # Of the world and of all groups that Megatron splits off it. Tensors in host memory, pickled
@@ -107,11 +107,12 @@ class Topology:
 
 @contextmanager
 def session(config: PolicyConfig, seed: int = 0) -> Iterator[Topology]:
-    """`start` on entry, `stop` on exit."""
+    """`start` on entry, `stop` on exit, where the memory of models in cycles becomes free."""
     try:
         yield start(config, seed)
     finally:
         stop()
+        return_memory()
 
 
 def start(config: PolicyConfig, seed: int = 0) -> Topology:
@@ -262,7 +263,10 @@ def release_workspaces() -> None:
 def stop() -> None:
     """Leave the process group; a later `start` may join another."""
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()  # has modules for keys, and they have process groups
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():

@@ -15,6 +15,7 @@ class EventLoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self._lock, self._ending = threading.Lock(), False
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -24,12 +25,14 @@ class EventLoopThread:
         return self._thread.is_alive()
 
     def submit[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the thread. After the thread's end its future is cancelled."""
-        if not self.loop.is_closed():
-            return asyncio.run_coroutine_threadsafe(work, self.loop)
+        """Run a coroutine in the thread. Its future is cancelled once the thread is to end."""
+        with self._lock:  # the loop starts nothing after `stop` has looked for what runs
+            if not self._ending:
+                return asyncio.run_coroutine_threadsafe(work, self.loop)
         work.close()
         never: Future[T] = Future()
         never.cancel()
+        never.set_running_or_notify_cancel()  # else concurrent.futures.wait never counts it as done
         return never
 
     def run[T](self, work: Coroutine[Any, Any, T]) -> T:
@@ -38,9 +41,11 @@ class EventLoopThread:
 
     def stop(self, seconds: float = 60.0) -> None:
         """Cancel what runs in the thread, wait for it at most `seconds`, and end the thread."""
+        with self._lock:
+            self._ending = True
         if self.running:
             with contextlib.suppress(TimeoutError):
-                self.submit(cancel_others()).result(seconds)
+                asyncio.run_coroutine_threadsafe(cancel_others(), self.loop).result(seconds)
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(seconds)
         if not self.loop.is_running():

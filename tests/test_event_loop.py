@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import threading
 
 import pytest
 
@@ -48,10 +49,29 @@ def test_closing_cancels_running_and_later_work(thread: EventLoopThread) -> None
     thread.run(after(0.05, 0))
     thread.stop()
     assert cleaned == [1] and not thread.running
-    for future in (running, thread.submit(after(0.0, 1))):
+    late = thread.submit(after(0.0, 1))
+    assert concurrent.futures.wait([running, late], 10).not_done == set()
+    for future in (running, late):
         with pytest.raises(concurrent.futures.CancelledError):
             future.result(10)
     thread.stop()  # a second time does nothing
+
+
+def test_no_work_is_lost_that_comes_while_the_thread_ends() -> None:
+    """Each future ends, and each coroutine is awaited or closed: a caller would wait for ever."""
+    begin = threading.Barrier(2)
+
+    def submit_many(thread: EventLoopThread) -> list[concurrent.futures.Future[int]]:
+        begin.wait()
+        return [thread.submit(after(0.0, 1)) for _ in range(300)]
+
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        for _ in range(20):
+            thread = EventLoopThread("ending")
+            futures = other.submit(submit_many, thread)
+            begin.wait()
+            thread.stop()
+            assert concurrent.futures.wait(futures.result(), 10).not_done == set()
 
 
 def test_closing_does_not_wait_for_work_without_end(thread: EventLoopThread) -> None:

@@ -145,7 +145,8 @@ class BroadcastTransport(Transport):
     NCCL joins processes of one version only, and servers have a torch, and so an NCCL, of their
     own. Where the versions are known to differ, gloo is used, with a warning: buckets then pass
     through host memory. A new NCCL group sends its smallest tensor first, alone; where that fails
-    or does not arrive in FIRST_SECONDS, gloo takes over too.
+    or does not arrive in FIRST_SECONDS, gloo takes over too. After a group whose first tensor
+    arrived that takes two failures in a row: a server's death explains one.
     """
 
     def __init__(self, pool: SGLangPool, settings: SGLangConfig) -> None:
@@ -157,6 +158,7 @@ class BroadcastTransport(Transport):
         self.buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         # why NCCL is not used; "" if it is; None: not known yet
         self.refusal: str | None = None
+        self._nccl_worked = False  # the first tensor of the last group arrived
 
     def send(self, bucket: WeightBucket, servers: Sequence[Server], tag: str | None) -> None:
         """Ask every server to receive, and start to broadcast the bucket.
@@ -185,16 +187,19 @@ class BroadcastTransport(Transport):
         """
         smallest = min(tensors, key=lambda named: named[1].nbytes)
         others = [named for named in tensors if named is not smallest]
+        worked, self._nccl_worked = self._nccl_worked, False
         try:
             last = None if others else tag
             self._start([smallest], flattened([smallest]), servers, last, "nccl", FIRST_SECONDS)
             self.wait()
         except Exception as error:
-            self._refuse(
-                f"the first tensor did not arrive over NCCL ({_first_line(error)}); "
-                f"{nccl_versions(servers_nccl(self.settings), own_nccl_version())}"
-            )
+            if not worked:
+                self._refuse(
+                    f"the first tensor did not arrive over NCCL ({_first_line(error)}); "
+                    f"{nccl_versions(servers_nccl(self.settings), own_nccl_version())}"
+                )
             raise
+        self._nccl_worked = True
         return others
 
     def _start(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -246,6 +247,41 @@ def test_a_failure_before_the_first_nccl_tensor_falls_back_to_gloo(
             assert backends == ["nccl", "gloo"]
             assert said in caplog.text and "over gloo, by way of host memory" in caplog.text
             assert "the trainer has NCCL" in caplog.text and "the servers' is not" in caplog.text
+
+
+def test_one_failure_does_not_refuse_nccl_where_it_worked_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that died before the first tensor explains it, and all later syncs would be slow."""
+    died = ServerFault("connection", "ConnectionResetError")
+    outcomes: list[Exception | None] = [None, died, None, died, died]
+
+    class Taken(Group):
+        def broadcast(self, tensor: Tensor, answers: Any, timeout: float) -> Future[None]:
+            found = super().broadcast(tensor, answers, timeout)
+            found.set_result(None)
+            return found
+
+    def formed(*_: Any) -> Group:
+        if outcome := outcomes.pop(0):
+            raise outcome
+        return Taken()
+
+    monkeypatch.setattr(broadcast, "UpdateGroup", formed)
+    model = tiny_model(tmp_path / "model")
+    with idle_pool(model, tmp_path / "logs", python="/no/python") as pool:
+        transport = BroadcastTransport(pool, pool.settings)
+        transport.refusal = ""  # the versions are not known
+        bucket = WeightBucket([(name, OnGPU(torch.ones(2))) for name in "ab"])
+        works = list[bool]()
+        while outcomes:
+            transport.group = None  # a server restarted
+            failing = pytest.raises(ServerFault) if outcomes[0] else contextlib.nullcontext()
+            with failing:
+                transport.send(bucket, [], None)
+                transport.wait()
+            works.append(transport._nccl_works())
+    assert works == [True, True, True, True, False]
 
 
 class OnGPU(Tensor):

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -45,11 +46,14 @@ def check_own(directory: Path, remedy: str) -> None:
 
 def save_for_servers(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Write a safetensors file with the user's default permissions: servers may run as another
-    user, and the package makes files that only their owner can read.
+    user, and the package makes files that only their owner can read. OSError: the disk is full.
     """
     file.touch()
     mode = file.stat().st_mode
-    save_file(dict(tensors), file, metadata={"format": "pt"})
+    try:
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file}: {error}") from None
     file.chmod(mode)
 
 
@@ -88,23 +92,18 @@ class DiskTransport(Transport):
         self.files: dict[str, str] = {}
 
     def send(self, bucket: WeightBucket, servers: Sequence[Server], tag: str | None) -> None:
-        """Write the bucket; with the last one, have every server read the whole."""
-        if not self.files:
-            self._remove()
-            self.directory.mkdir(parents=True)
-            (self.directory / OWN_MARKER).touch()
-        file = f"model-{len(set(self.files.values())):05d}.safetensors"
-        tensors = {
-            name: tensor.detach().cpu().contiguous().clone() for name, tensor in bucket.tensors
-        }
-        save_for_servers(tensors, self.directory / file)
-        self.files |= dict.fromkeys(tensors, file)
+        """Write the bucket; with the last one, have every server read the whole. UserError: it
+        cannot be written.
+        """
+        try:
+            self._write(bucket, last=tag is not None)
+        except OSError as error:
+            raise UserError(
+                f"{self.directory} cannot be written ({error}); make room, or choose another "
+                "sglang.sync_directory"
+            ) from None
         if tag is None:
             return
-        index = {"metadata": {}, "weight_map": self.files}
-        (self.directory / INDEX).write_text(json.dumps(index))
-        shutil.copyfile(Path(self.model) / "config.json", self.directory / "config.json")
-        copy_companions(Path(self.model), self.directory)
         self.files = {}
         path, timeout = "/update_weights_from_disk", self.settings.sync_timeout
         body = update_from(str(self.directory), tag, flush=not self.pool.keeps_cache)
@@ -116,6 +115,24 @@ class DiskTransport(Transport):
             timeout,
         )
         self._remove()
+
+    def _write(self, bucket: WeightBucket, *, last: bool) -> None:
+        """Write the bucket as a file; after the last one also the model's other files."""
+        if not self.files:
+            self._remove()
+            self.directory.mkdir(parents=True)
+            (self.directory / OWN_MARKER).touch()
+        file = f"model-{len(set(self.files.values())):05d}.safetensors"
+        tensors = {
+            name: tensor.detach().cpu().contiguous().clone() for name, tensor in bucket.tensors
+        }
+        save_for_servers(tensors, self.directory / file)
+        self.files |= dict.fromkeys(tensors, file)
+        if last:
+            index = {"metadata": {}, "weight_map": self.files}
+            (self.directory / INDEX).write_text(json.dumps(index))
+            shutil.copyfile(Path(self.model) / "config.json", self.directory / "config.json")
+            copy_companions(Path(self.model), self.directory)
 
     def abandon(self, error: Exception) -> None:
         """The next stream starts with an empty directory."""

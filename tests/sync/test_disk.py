@@ -15,6 +15,7 @@ from megatron_stare.rollout.sglang.server import Model
 from megatron_stare.sync.disk import OWN_MARKER, DiskTransport
 from megatron_stare.sync.weight_sync import WeightBucket
 from tests.rollout.sglang.idle import idle_pool, tiny_model
+from tests.sync.delta.world import full_disk
 
 BUCKET = [("a", torch.ones(2))]
 
@@ -87,6 +88,15 @@ def test_a_directory_without_a_marker_is_refused_and_kept(
     with pytest.raises(UserError, match=r"is in the way .* choose another sglang.sync_directory"):
         disk.send(WeightBucket(BUCKET), [], "run-1")
     assert sorted(place.rglob("*")) == before
+
+
+def test_a_full_disk_is_named_with_the_remedy(pool: SGLangPool, tmp_path: Path):
+    disk = transport(pool, tmp_path)
+    large = WeightBucket([("a", torch.zeros(1 << 18))])
+    with full_disk(), pytest.raises(UserError, match=r"cannot be written .* make room, or choose"):
+        disk.send(large, [], None)
+    disk.abandon(UserError("as the sync does"))
+    disk.send(large, [], "run-1")
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])

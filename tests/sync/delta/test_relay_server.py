@@ -6,11 +6,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from megatron_stare.config import UserError
 from megatron_stare.rollout.sglang.process import free_port
+from megatron_stare.sync.delta.encoding import KeptWeights, Table, packed
 from megatron_stare.sync.delta.transport import RelayFault, RelayLink
-from tests.sync.delta.world import serving, url_of
+from tests.sync.delta.world import full_disk, serving, url_of
 
 
 def test_only_requests_with_the_key_are_answered(tmp_path: Path) -> None:
@@ -41,3 +43,20 @@ def test_a_missing_relay_and_another_server_are_faults(tmp_path: Path) -> None:
         RelayLink(f"http://127.0.0.1:{free_port()}", "", 5.0).look()
     with serving(tmp_path / "relay") as server, pytest.raises(RelayFault, match="no GET"):
         RelayLink(url_of(server) + "/v1", "", 5.0).look()
+
+
+def test_a_full_disk_of_the_relay_is_named(tmp_path: Path) -> None:
+    kept = KeptWeights()
+    kept.replace([("a", torch.zeros(1 << 18))], encoding=False)
+    part = kept.whole(["a"])
+    content = packed(Table("run-0", "", 0, True, part.entries), part.blocks)
+    with serving(tmp_path / "relay") as server:
+        link = RelayLink(url_of(server), "", 60.0)
+        link.start("full")
+        with full_disk():
+            link.send(content)
+            with pytest.raises(UserError, match=r"cannot write weights: .* make room in its"):
+                link.wait()
+        link.send(content)
+        link.wait()
+        assert link.held == "run-0"

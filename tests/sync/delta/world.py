@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,17 @@ def serving(directory: Path, port: int = 0, key: str = "") -> Iterator[RelayServ
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextlib.contextmanager
+def full_disk(room: int = 1 << 16) -> Iterator[None]:
+    """This process can write no file of more than `room` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def url_of(server: RelayServer) -> str:

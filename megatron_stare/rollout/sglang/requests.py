@@ -177,7 +177,9 @@ class RequestRunner:
         self._aborted |= seeds
         await self.admission.notify()
         # An answered request has left `_aborted`: a new submission of its seed is left alone.
-        await self.inflight.abort_all(lambda request: request.seed in seeds & self._aborted)
+        await self.inflight.abort_all(
+            lambda request: request.seed in seeds and request.seed in self._aborted
+        )
 
     async def interrupt(self) -> None:
         """Abort what is in flight under other weights than the expected; it is continued where a

@@ -18,12 +18,14 @@ from pathlib import Path
 
 import torch
 
-from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.config import EngineError, SGLangConfig, UserError
 from megatron_stare.rollout.sglang.access import local_url, public_url
 from megatron_stare.system import end_with_parent
 
 CPU_SERVER = Path(__file__).parents[3] / "tools" / "sglang_cpu" / "serve"
 _PATIENCE_SECONDS = 10.0
+KILLED_SECONDS = 60.0  # within which a killed process has ended
+_LAST_BYTES = 1 << 16  # of a log that may have gigabytes
 
 
 def server_command(settings: SGLangConfig) -> list[str]:
@@ -198,23 +200,29 @@ class ServerProcess:
 
     def last_words(self) -> str:
         """The last line of the log that the server itself wrote."""
-        lines = [
-            line.strip()
-            for line in self.log.read_text(errors="replace").splitlines()
-            if line.strip()
-        ]
-        last = "it printed nothing" if lines[-1].startswith("$ ") else lines[-1]
+        with self.log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+        last = next(filter(None, reversed(lines)), "$ ")
+        last = "it printed nothing" if last.startswith("$ ") else last
         return self._without_key(last)[-300:]
 
     def stop(self, *, at_once: bool = False) -> None:
-        """End the whole group: politely first, unless `at_once`."""
+        """End the whole group: politely first, unless `at_once`. EngineError: it does not end."""
         if not at_once and self.alive():
             self._signal(signal.SIGTERM)
             deadline = time.monotonic() + _PATIENCE_SECONDS
             while self.alive() and time.monotonic() < deadline:
                 time.sleep(0.05)
         self._signal(signal.SIGKILL)
-        self.process.wait()
+        try:
+            self.process.wait(KILLED_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise EngineError(
+                f"process {self.process.pid} of an SGLang server has not ended "
+                f"{KILLED_SECONDS:g} s after it was killed: the system holds it, as a GPU driver "
+                "that hangs does; see dmesg, and restart the machine"
+            ) from None
         self._key_file.unlink(missing_ok=True)
 
     def _without_key(self, text: str) -> str:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_stare.config import SGLangConfig, UserError
+from megatron_stare.config import EngineError, SGLangConfig, UserError
 from megatron_stare.debug.doctor import nccl_finding
 from megatron_stare.rollout.sglang import process
 from megatron_stare.rollout.sglang.process import (
+    ServerProcess,
     free_port,
     nccl_version,
     own_nccl_version,
@@ -95,6 +96,33 @@ def test_a_server_does_not_inherit_the_trainers_ranks_and_allocator(
     found = process._environment()
     assert "PYTORCH_OTHER" in found
     assert not {"RANK", "MASTER_ADDR", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(found)
+
+
+def test_of_a_large_log_the_end_alone_is_read(tmp_path: Path) -> None:
+    """A log of weeks has gigabytes; this one is a hole of a terabyte."""
+    server = ServerProcess(["true"], "model", [], tmp_path / "log.txt", "127.0.0.1")
+    server.process.wait()
+    assert server.last_words() == "it printed nothing"
+    with server.log.open("r+b") as log:
+        log.truncate(1 << 40)
+        log.seek(0, 2)
+        log.write(b"\nloading\r  out of memory \n\n")
+    assert server.last_words() == "out of memory"
+
+
+def test_a_killed_server_that_does_not_end_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that a driver holds: nothing waits for it without an end."""
+    monkeypatch.setattr(process, "KILLED_SECONDS", 0.01)
+    server = ServerProcess(["sh", "-c", "sleep 1000"], "", [], tmp_path / "log.txt", "127.0.0.1")
+    with monkeypatch.context() as unkillable:
+        unkillable.setattr(process.os, "killpg", lambda *_: None)
+        with pytest.raises(EngineError, match=rf"process {server.process.pid} .* dmesg"):
+            server.stop(at_once=True)
+    monkeypatch.undo()
+    server.stop(at_once=True)
+    assert not server.alive()
 
 
 def test_a_free_port_leaves_room_for_the_grpc_port_that_a_server_derives_from_it(

@@ -4,18 +4,18 @@ A tensor is taken for what it is in memory: words of 8, 16, 32 or 64 bits. So -0
 and a NaN keeps its payload. It is cut into blocks, and each block is written in one of four ways:
 
     same  nothing
-    gaps  how many words lie between two that changed, then how far each of those moved
-    mask  one bit for every word, then how far
+    gaps  the number of words between every two that changed, then the changes
+    mask  one bit for every word, then the changes
     full  the words
 
-How far is the difference of the words as integers, modulo 2^bits, folded so that small ones of both
-signs are small: 0, -1, 1, -2 are 0, 1, 2, 3. In a step of training a weight of bf16 mostly moves to
-a neighbour, which is 1 or 2; the XOR of neighbours would be 1, 3, 7, ..., of twice the entropy.
-`zlib` at level 1, byte plane by byte plane, packs both lists. Of the two lists of places gaps are
-the shorter one up to about one word in eight; `full` is taken where no other way is shorter.
+A change is the difference of two words as integers, modulo 2^bits, folded so that small differences
+of both signs are small: 0, -1, 1, -2 become 0, 1, 2, 3. In a training step a weight of bf16 mostly
+moves to a neighbour, which is 1 or 2; the XOR of neighbours would be 1, 3, 7, ..., of twice the
+entropy. `zlib` at level 1 compresses both lists, byte plane by byte plane. Gaps are shorter than a
+mask up to about one changed word in eight; `full` is used where no other way is shorter.
 
-A message is a part of an update on its way to a relay: a table in JSON, and the bytes that it
-speaks of.
+A message is a part of an update on its way to a relay: a table in JSON, and the blocks that it
+lists.
 
     8 bytes, little endian: the table's length | the table | the blocks, one after another
 """

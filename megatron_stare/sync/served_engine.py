@@ -48,7 +48,7 @@ from megatron_stare.reporting import heartbeat
 from megatron_stare.rollout.engine import Request, SamplingParams, still_open, stop_ids
 from megatron_stare.rollout.sglang.answers import Prefill
 from megatron_stare.rollout.sglang.health import CACHES, WEIGHTS
-from megatron_stare.rollout.sglang.pool import Report, ServerView, SGLangPool, Snapshot
+from megatron_stare.rollout.sglang.pool import Report, SGLangPool, Snapshot
 from megatron_stare.rollout.sglang.server import Model, Server, read_config
 from megatron_stare.rollout.sglang.weights import WeightMismatch
 from megatron_stare.sync.broadcast import BroadcastTransport
@@ -362,7 +362,7 @@ class Announcer:
     def now(self) -> None:
         """Send a snapshot and take in the reports."""
         with self._lock:
-            self._sent = snapshot_of(self.pool)
+            self._sent = self.pool.snapshot()
             busy: Counter[str] = Counter()
             answers = self._announce(self._sent)
             concurrent.futures.wait(answers, ANSWER_SECONDS)
@@ -396,26 +396,13 @@ class Announcer:
     def _work(self) -> None:
         last = 0.0
         while not self._closed.wait(SNAPSHOT_SECONDS):
-            if snapshot_of(self.pool) != self._sent or time.monotonic() - last > REPEAT_SECONDS:
+            if self.pool.snapshot() != self._sent or time.monotonic() - last > REPEAT_SECONDS:
                 last = time.monotonic()
                 try:
                     self.now()
                 except Exception as error:  # else lost with this thread
                     self.pool.run(self.pool.admission.fail(error))
                     return
-
-
-def snapshot_of(pool: SGLangPool) -> Snapshot:
-    """The pool's servers as they are now."""
-    interval = pool.router.stream_interval if pool.router is not None else 0
-    views = tuple(map(_view, pool.servers))
-    return Snapshot(pool.admission.run_name, pool.version, str(pool.failure or ""), interval, views)
-
-
-def _view(server: Server) -> ServerView:
-    client = server.client
-    held = (server.state, server.weights, server.version, server.released, server.limits)
-    return ServerView(server.name, client.url, *held, client.stream_interval)
 
 
 def make_sync(pool: SGLangPool, settings: SGLangConfig, model: str, directory: Path) -> WeightSync:

@@ -120,11 +120,14 @@ class SGLangClient:
         self.stream_interval = 0  # tokens per event; 0: answers come whole
         self.headers = authorization(key)
         self._connections: aiohttp.ClientSession | None = None  # opened in the loop that asks
+        self._responses: set[aiohttp.ClientResponse] = set()  # that are being read
         self._closed = False
 
     async def close(self) -> None:
-        """Drop the connections; a request in flight ends with it."""
+        """Drop the connections; requests in flight raise ServerFault."""
         self._closed = True
+        for response in self._responses:  # aiohttp would have its reader wait for ever
+            response.close()
         if self._connections is not None:
             await self._connections.close()
 
@@ -432,7 +435,11 @@ class SGLangClient:
                     refusal = (await response.text(errors="replace"))[:300]
                     said = f"{url}: status {response.status}: {refusal}"
                     raise ServerFault("status", said, status=response.status)
-                yield response
+                self._responses.add(response)
+                try:
+                    yield response
+                finally:
+                    self._responses.discard(response)
         except TimeoutError:
             raise ServerFault("timeout", f"{url}: no answer in {timeout:g} s") from None
         except FAULTS as error:

@@ -20,7 +20,7 @@ from megatron_stare.config import EngineError, SGLangConfig, UserError
 from megatron_stare.rollout.engine import State
 from megatron_stare.rollout.sglang.admission import Admission
 from megatron_stare.rollout.sglang.client import ServerFault
-from megatron_stare.rollout.sglang.server import Server
+from megatron_stare.rollout.sglang.server import PROBES, Server
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,15 @@ class HealthMonitor:
             self._spawn(self._watch(server))
 
     async def probe_all(self) -> None:
-        """Probe every server that answered last time; the dead are revived."""
-        await asyncio.gather(*(self.probe(server) for server in self.admission.alive()))
+        """Probe every server that answered last time until it answers or counts as dead; the dead
+        are revived.
+        """
+        await asyncio.gather(*map(self._probe_surely, self.admission.alive()))
+
+    async def _probe_surely(self, server: Server) -> None:
+        for _ in range(PROBES):
+            if await self.probe(server) is State.DEAD or not server.silent:
+                return
 
     async def probe(self, server: Server) -> State:
         """The server's state, asked for now; DEAD while it is being revived. Callers that come
@@ -71,6 +78,8 @@ class HealthMonitor:
                 server.probes += 1
             if server.state is State.DEAD and before is not State.DEAD:
                 log.warning("%s died with %d requests in flight", server.name, server.in_flight)
+                # A machine that vanished ends no connection: other servers get its requests.
+                self._spawn(server.connect(server.client.url))
                 if server.process is not None:
                     server.state = State.STARTING
                     self._spawn(self.revive(server))

@@ -208,6 +208,13 @@ class SGLangPool:
         counted["engine_recovery_seconds_max"] = max(recoveries, default=0.0)
         return counted
 
+    def snapshot(self) -> Snapshot:
+        """The servers as they are now."""
+        interval = self.router.stream_interval if self.router is not None else 0
+        views = tuple(map(_view, self.servers))
+        failure = str(self.failure or "")
+        return Snapshot(self.admission.run_name, self.version, failure, interval, views)
+
     def close(self) -> None:
         """End the launched servers and the thread."""
         atexit.unregister(self.close)
@@ -333,14 +340,20 @@ class PoolReplica(SGLangPool):
         return server
 
     async def _note(self, server: Server, view: ServerView) -> None:
-        if server.client.url != view.url:
-            await server.client.close()
-            server.client = SGLangClient(view.url, api_key(self.settings))
+        died = view.state is State.DEAD and server.state is not State.DEAD
+        if died or server.client.url != view.url:
+            await server.connect(view.url)
         server.client.stream_interval = view.stream_interval
         server.state, server.silent = view.state, 0
         server.limits, server.released = view.limits, view.released
         server.weights, server.version = view.weights, view.version
         self._announced[server.name] = view.weights
+
+
+def _view(server: Server) -> ServerView:
+    client = server.client
+    held = (server.state, server.weights, server.version, server.released, server.limits)
+    return ServerView(server.name, client.url, *held, client.stream_interval)
 
 
 def servers_of(settings: SGLangConfig, model: Model, logs: Path) -> list[Server]:

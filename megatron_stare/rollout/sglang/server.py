@@ -37,7 +37,7 @@ STEADY_SECONDS = 300.0  # after this time up, a crash no longer counts as a fail
 MOST_STARTS = 10  # a start whose log keeps growing may take this many sglang.start_timeout
 MOST_SECONDS = 60.0  # between two starts of one server
 _POLL_SECONDS = 0.25
-_PROBES = 3  # unanswered probes in a row until a server counts as dead
+PROBES = 3  # unanswered probes in a row until a server counts as dead
 # The fields of config.json that decide the weights' shapes and meaning.
 _ARCHITECTURE = (
     "model_type",
@@ -135,12 +135,17 @@ class Server:
         self.doubt()
         self.starts += 1
         if not isinstance(self._launch, str):
-            if self.process is not None:
-                self.process.stop(at_once=True)
+            if self.process is not None:  # its end takes seconds, and other servers' answers come
+                await asyncio.to_thread(self.process.stop, at_once=True)
             self.process = self._launch()
-            await self.client.close()
-            self.client = SGLangClient(self.process.url, self._key)
+            await self.connect(self.process.url)
         await self._admit_when_ready()
+
+    async def connect(self, url: str) -> None:
+        """Send requests to this address from now on; those in flight fail."""
+        old, self.client = self.client, SGLangClient(url, self._key)
+        self.client.stream_interval = old.stream_interval
+        await old.close()
 
     async def admit(self) -> None:
         """Read the server's description. UserError: it serves another model or tokenizer."""
@@ -185,7 +190,7 @@ class Server:
         ):
             return self.state
         try:
-            found = await self.client.state(self.settings.health_timeout / _PROBES)
+            found = await self.client.state(self.settings.health_timeout / PROBES)
             if self.state is State.DEAD:
                 # It was started again: it has the weights of its checkpoint, and is in no group.
                 self.doubt()
@@ -194,8 +199,8 @@ class Server:
                 log.warning("%s answers again", self.name)
         except ServerFault as fault:
             # A refused connection is an answer: no server listens there.
-            self.silent = _PROBES if fault.kind == "connection" else self.silent + 1
-            if self.silent >= _PROBES:
+            self.silent = PROBES if fault.kind == "connection" else self.silent + 1
+            if self.silent >= PROBES:
                 self.state = State.DEAD
             return self.state
         self.silent = 0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -136,6 +138,41 @@ def test_requests_that_fail_together_share_one_probe(idle: SGLangPool, model: Mo
     server.client.state = silent  # type: ignore[method-assign]
     assert asyncio.run(together()) == [{State.READY}, {State.READY}, {State.DEAD}]
     assert len(asked) == 3
+
+
+def test_a_look_after_a_failed_update_finds_out_which_server_is_dead(
+    idle: SGLangPool, model: Model
+):
+    """One unanswered probe would leave it to the next update, which takes sglang.sync_timeout."""
+    answering, silent, _ = idle.servers
+    for server in idle.servers:
+        server.client = Returning(info_of(model.hf_checkpoint), {})  # type: ignore[assignment]
+
+    async def no_answer(timeout: float) -> State:
+        raise FAULTS["timeout"]
+
+    silent.client.state = no_answer  # type: ignore[method-assign]
+    asyncio.run(idle.health.probe_all())
+    assert (answering.state, silent.state) == (State.READY, State.DEAD)
+    assert answering.probes == 1
+
+
+def test_the_wait_for_the_end_of_a_killed_server_holds_up_no_other(model: Model):
+    """A process that a driver holds ends seconds or minutes after it was killed."""
+    others_ran, held = threading.Event(), list[bool]()
+    launch = Mock(side_effect=UserError("no such command"))
+    server = Server("a", model, SGLangConfig(), launch)
+    server.process = Mock(stop=lambda at_once: held.append(not others_ran.wait(30)))
+
+    async def start() -> None:
+        starting = asyncio.create_task(server.start())
+        await asyncio.sleep(0)
+        others_ran.set()
+        await starting
+
+    with pytest.raises(UserError, match="no such command"):
+        asyncio.run(start())
+    assert held == [False]
 
 
 def test_a_fault_in_the_first_admission_is_retried(model: Model):

@@ -25,13 +25,13 @@ from megatron_stare.rollout.engine import (
     Limits,
     Request,
     SamplingParams,
+    State,
     UnsoundAnswer,
 )
 from megatron_stare.rollout.sglang import requests as runner
 from megatron_stare.rollout.sglang.answers import Answer, Received
 from megatron_stare.rollout.sglang.pool import PoolReplica, SGLangPool
 from megatron_stare.rollout.sglang.server import Model
-from megatron_stare.sync.served_engine import snapshot_of
 from tests.rollout.sglang.fake_server import Fake, fake_servers, id_at, logprob_at
 from tests.rollout.sglang.idle import sample_all, tiny_model
 
@@ -52,7 +52,7 @@ def attached(
     urls: Sequence[str], model: Model, directory: Path, **settings: Any
 ) -> Iterator[SGLangPool]:
     """A pool on these servers, with weights of version 0."""
-    quick: dict[str, Any] = {"stream_interval": 16, "health_interval": 0.2, "health_timeout": 1.5}
+    quick: dict[str, Any] = {"stream_interval": 16, "health_interval": 0.2}
     config = SGLangConfig(urls=list(urls), **(quick | settings))
     with contextlib.closing(SGLangPool(config, model, directory)) as pool:
         pool.start().result(timeout=60)
@@ -166,7 +166,7 @@ def test_the_end_of_all_requests_of_one_process_leaves_those_of_others(
         attached(urls, model, tmp_path) as pool,
         contextlib.closing(PoolReplica(pool.settings, model)) as replica,
     ):
-        replica.update(snapshot_of(pool))
+        replica.update(pool.snapshot())
         kept = pool.submit(requests[:2], PARAMS)
         ended = replica.submit(requests[2:4], PARAMS)
         wait_until(lambda: held(pool) == 4)
@@ -174,7 +174,7 @@ def test_the_end_of_all_requests_of_one_process_leaves_those_of_others(
         assert [future.result(timeout=60).status for future in ended] == ["aborted"] * 2
         kept += replica.submit(requests[4:], PARAMS)
         wait_until(lambda: held(pool) == 6)
-        pool.admission.elsewhere = replica.update(snapshot_of(pool)).busy
+        pool.admission.elsewhere = replica.update(pool.snapshot()).busy
         pool.abort(requests[:2])
         assert [future.result(timeout=60).status for future in kept[:2]] == ["aborted"] * 2
         time.sleep(0.3)
@@ -207,6 +207,35 @@ def test_the_tokens_of_a_slow_or_dead_server_are_kept(
             assert counted(pool) == {fault: 8, "engine_continued": 8}
             again = seen(pool, 0)["asked"][8:] if ended == "deaf" else seen(pool, 1)["asked"]
             assert again == [HOLD] * 8, "it continues after the tokens that had come"
+
+
+def test_the_requests_of_a_machine_that_vanished_continue_on_another(model: Model, tmp_path: Path):
+    """It neither answers nor ends its connections; a worker process learns this from rank 0."""
+    requests = asked(8)
+    with (
+        fake_servers(1, **LENGTHS, hold_at=HOLD) as first,
+        fake_servers(1, **LENGTHS) as second,
+        attached([*first, *second], model, tmp_path, health_timeout=6.0) as pool,
+        contextlib.closing(PoolReplica(pool.settings, model)) as replica,
+    ):
+        replica.update(pool.snapshot())
+        for each in (pool, replica):
+            each.servers[1].in_flight = 1000  # so that all begin with the first
+        futures = [*pool.submit(requests[:4], PARAMS), *replica.submit(requests[4:], PARAMS)]
+        wait_until(lambda: seen(pool, 0)["held"] == 8)
+        for each in (pool, replica):
+            each.servers[1].in_flight = 0
+        os.kill(first.process.pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: pool.servers[0].state is State.DEAD)
+            replica.update(pool.snapshot())
+            rollouts = [future.result(timeout=60) for future in futures]
+        finally:
+            os.kill(first.process.pid, signal.SIGCONT)
+        assert_exact(requests, rollouts, model)
+        assert counted(pool) == counted(replica)
+        assert counted(pool) == {"engine_fault_connection": 4, "engine_continued": 4}
+        assert seen(pool, 1)["asked"] == [HOLD] * 8
 
 
 def test_a_router_receives_the_key_of_a_shared_prefix(model: Model, tmp_path: Path):

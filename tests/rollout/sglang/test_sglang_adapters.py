@@ -96,6 +96,7 @@ def serving(start: Path, directory: Path, place: Topology, *settings: str) -> It
     config = override(Config(), [f"policy.hf_checkpoint={start}", *ALONE, *settings])
     model = PolicyModel(str(start), config.policy, place, 1.0, config.adapters, seed=1)
     with contextlib.closing(engine_for(start, directory, place, *ALONE, *settings)) as engine:
+        engine._started.result()  # tests ask the server too, in any order
         yield Served(model, engine, directory)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,7 +19,7 @@ import aiohttp
 import numpy
 import orjson
 
-from megatron_stare.config import EngineError
+from megatron_stare.config import EngineError, UserError
 from megatron_stare.http_client import FAULTS, authorization, body_of, session
 from megatron_stare.rollout.engine import (
     FaultyAnswer,
@@ -416,7 +417,7 @@ class SGLangClient:
         headers: Mapping[str, str],
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The response to a request, of status 200. Everything is to be read from it in `timeout`
-        seconds; None: the caller bounds it.
+        seconds; None: the caller bounds it. UserError: this process may open no more files.
         """
         url, content = f"{self.url}{path}", None if body is None else _encoded(body)
         headers = {**headers, **({"content-type": "application/json"} if content else {})}
@@ -443,6 +444,13 @@ class SGLangClient:
         except TimeoutError:
             raise ServerFault("timeout", f"{url}: no answer in {timeout:g} s") from None
         except FAULTS as error:
+            if (
+                getattr(error, "errno", None) == errno.EMFILE
+            ):  # a healthy server would count as dead
+                raise UserError(
+                    f"no connection to {url}: this process may open no more files; raise ulimit -n,"
+                    " or lower sglang.max_concurrency"
+                ) from None
             raise ServerFault(
                 "connection", f"{url}: {type(error).__name__} {error}".strip()
             ) from None

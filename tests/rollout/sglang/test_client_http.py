@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from megatron_stare.config import UserError
 from megatron_stare.http_client import FAULTS, request
+from megatron_stare.rollout.sglang.client import SGLangClient
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -36,3 +40,22 @@ def test_a_request_works_in_a_thread_that_runs_an_event_loop() -> None:
         server.shutdown()
     with pytest.raises(FAULTS):
         request("GET", url)
+
+
+def test_too_many_open_files_do_not_count_as_a_servers_death() -> None:
+    """A run would end healthy servers, and start them again without remedy."""
+
+    async def ask() -> None:
+        client = SGLangClient("http://127.0.0.1:1")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        next_one = os.open("/dev/null", os.O_RDONLY)
+        os.close(next_one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, hard))
+        try:
+            await client.state(5.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            await client.close()
+
+    with pytest.raises(UserError, match=r"no more files; raise ulimit -n, or lower sglang\.max_"):
+        asyncio.run(ask())

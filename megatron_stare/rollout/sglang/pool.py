@@ -220,6 +220,12 @@ class SGLangPool:
         atexit.unregister(self.close)
         with contextlib.suppress(Exception):
             self.run(self._close()).result(timeout=60)
+        # Some are left where a thread each could not end them: while the interpreter ends it
+        # starts none. With this thread the first process of a server would end, but not its group.
+        for server in self.servers:
+            if server.process is not None and server.process.alive():
+                with contextlib.suppress(EngineError):
+                    server.process.stop(at_once=True)
         self._thread.stop()
 
     # --- in the pool's thread

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from megatron_stare.commands.servers import advice
@@ -115,6 +118,25 @@ def test_a_refused_key_is_said_at_once(key: str, keyed: str, model: Model, tmp_p
     settings = SGLangConfig(urls=[keyed], api_key=key)
     with pytest.raises(UserError, match=f"refuses .* key; set sglang.api_key or {KEY_VARIABLE}"):
         asyncio.run(Server("a", model, settings, keyed).start())
+
+
+def test_a_pool_that_the_interpreters_end_closes_leaves_no_process_and_no_key(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The interpreter has ended its threads before it calls what atexit registered."""
+    settings = SGLangConfig(api_key=KEY, command="sh -c 'sleep 1000; true'")
+    pool = SGLangPool(settings, model, tmp_path)
+    pool.start()
+    group: list[psutil.Process] = []
+    while len(group) < 2:
+        time.sleep(0.01)
+        if (process := pool.servers[0].process) is not None:
+            first = psutil.Process(process.process.pid)
+            group = [first, *first.children()]
+    monkeypatch.setattr(asyncio, "to_thread", Mock(side_effect=RuntimeError("no new futures")))
+    pool.close()
+    assert not psutil.wait_procs(group, timeout=10)[1]
+    assert [file.name for file in tmp_path.iterdir()] == ["sglang_0.log"]
 
 
 def test_a_launched_server_gets_the_key_in_secret(tmp_path: Path):

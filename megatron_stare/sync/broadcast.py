@@ -57,7 +57,7 @@ class UpdateGroup:
         address: str,
         timeout: float,
     ) -> None:
-        self.pool, self.servers, self.timeout = pool, list(servers), timeout
+        self.pool, self.servers = pool, list(servers)
         self.attempts = [server.starts for server in servers]
         self.name = f"weights-{uuid.uuid4().hex[:8]}"
         limit = datetime.timedelta(seconds=timeout)

@@ -73,7 +73,7 @@ class Stuck:
 def update_group(pool: SGLangPool, members: Any) -> UpdateGroup:
     """The group of all servers of the pool, over these members."""
     group = object.__new__(UpdateGroup)
-    group.pool, group.servers, group.timeout = pool, [], 600.0
+    group.pool, group.servers = pool, []
     group.name, group.attempts, group._group = "group", [], members
     return group
 

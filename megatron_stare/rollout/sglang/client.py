@@ -73,7 +73,6 @@ class ServerFault(EngineError):
 class ServerInfo:
     """A server's description of itself. `ranks` (TP x PP) processes hold its weights."""
 
-    version: str
     model_path: str
     model_type: str
     device: str
@@ -139,7 +138,6 @@ class SGLangClient:
         models = await self.call("GET", "/v1/models")
         try:
             return ServerInfo(
-                version=str(server["version"]),
                 # The path at its start: an update from disk changes /model_info's.
                 model_path=str(server.get("model_path") or model["model_path"]),
                 model_type=str(model.get("model_type") or ""),

@@ -203,7 +203,6 @@ def test_two_requests_of_one_seed_are_refused(idle: SGLangPool):
 
 def info_of(directory: str, **changes: Any) -> ServerInfo:
     about: dict[str, Any] = {
-        "version": "0.5.23",
         "model_path": directory,
         "model_type": "qwen2",
         "device": "cpu",

@@ -97,7 +97,7 @@ def test_settings_that_exclude_speculation_are_refused(
         override(Config(), ["sglang.speculation=ngram", *settings])
 
 
-INFO = ServerInfo("0.5.23", "model", "qwen3", "cuda", "bfloat16", 64, 64, 1, 1, "")
+INFO = ServerInfo("model", "qwen3", "cuda", "bfloat16", 64, 64, 1, 1, "")
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ from megatron_stare.rollout.sglang.access import api_key
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.sync.served_engine import served_model
 
-REACH_SECONDS = 400.0  # until a run or a job comes to a state
+RUN_SECONDS, JOB_SECONDS = 540.0, 3600.0  # until a run, or a job with its queue, comes to a state
 Rows = list[dict[str, Any]]  # lines of metrics.jsonl
 
 
@@ -152,7 +152,7 @@ class ShortRun:
 
     def wait(self, process: psutil.Popen, what: str, come: Callable[[], bool]) -> None:
         """Wait for a state. RuntimeError: the run ended, or it takes too long."""
-        _wait(what, come, lambda: process.poll() is not None, self.log)
+        _wait(what, come, lambda: process.poll() is not None, self.log, RUN_SECONDS, 0.005)
 
     def plan(self, rows: Rows) -> RunPlan:
         """The plan of the run, for responses of the rows' length."""
@@ -162,10 +162,15 @@ class ShortRun:
 
 
 def _wait(
-    what: str, come: Callable[[], bool], over: Callable[[], bool], log: Path, pause: float = 0.005
+    what: str,
+    come: Callable[[], bool],
+    over: Callable[[], bool],
+    log: Path,
+    limit: float,
+    pause: float,
 ) -> None:
-    """Wait for a state. RuntimeError: all is over before, or it takes too long."""
-    deadline = time.monotonic() + REACH_SECONDS
+    """Wait for a state. RuntimeError: all is over before, or it takes more seconds than `limit`."""
+    deadline = time.monotonic() + limit
     while not come():
         if (over() and not come()) or time.monotonic() > deadline:
             said = log.read_text(errors="replace") if log.is_file() else ""
@@ -358,8 +363,8 @@ def training(day: Day) -> Iterator[Measurement]:
     """K9: train, kill a rank with SIGKILL after half of the steps, resume, replay a step."""
     steps = 4 if day.rehearsal else 12
     # Each checkpoint of 8B takes half a minute. The replay starts from the last but one.
-    kept = (f"run.save_interval={steps // 4}", "run.record=all")
-    short = ShortRun(day, "run", steps, *kept, servers=None if day.rehearsal else 0)
+    saved = (f"run.save_interval={steps // 4}", "run.record=all")
+    short = ShortRun(day, "run", steps, *saved, servers=None if day.rehearsal else 0)
     with short.running() as process:
         short.reach(process, steps // 2 + 1)
         ranks = process.children() if short.ranks > 1 else [process]
@@ -432,7 +437,7 @@ class Job:
 
     def wait(self, what: str, come: Callable[[], bool]) -> None:
         """Wait for a state. RuntimeError: the job ended, or it takes too long."""
-        _wait(what, come, self.over, self.output, 2.0)
+        _wait(what, come, self.over, self.output, JOB_SECONDS, 2.0)
 
 
 def jobs(day: Day) -> Iterator[Measurement]:

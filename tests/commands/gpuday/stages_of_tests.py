@@ -25,6 +25,10 @@ def run(day: Day) -> Iterator[Measurement]:
         time.sleep(600)
     if way == "hangs below":  # torchrun, too, starts its ranks in sessions of their own
         checked(["bash", "-c", f"setsid sleep 600 & echo $! > {day.path}/rank; wait"])
+    if way == "hangs in a call":  # no handler of a signal runs, as in one of a GPU
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        (day.path / "rank").write_text(str(os.getpid()))
+        time.sleep(600)
     if way == "fails on a rank":
         on_ranks(1, {"CABLE": "loose"}, rank)
     if way == "hangs on a rank":

@@ -6,6 +6,8 @@ that bad input costs no model load.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
@@ -21,7 +23,7 @@ from megatron_stare.collect.rollout_buffer import RolloutBuffer
 from megatron_stare.collect.rollout_worker import is_streamed
 from megatron_stare.collect.rounds import RolloutWorkers, decoded_together
 from megatron_stare.collect.worker_main import WorkerParts
-from megatron_stare.config import Config, UserError
+from megatron_stare.config import Config, UserError, differences
 from megatron_stare.data.prompts import prompts_digest
 from megatron_stare.loop import run_directory
 from megatron_stare.loop.evaluation import (
@@ -29,7 +31,6 @@ from megatron_stare.loop.evaluation import (
     Evaluator,
     Examiner,
     build_sets,
-    policy_name,
 )
 from megatron_stare.loop.learn import Learner
 from megatron_stare.loop.parity import Witness
@@ -49,7 +50,20 @@ from megatron_stare.rollout.sglang.pool import PoolReplica
 from megatron_stare.rollout.tools.engine import ToolEngine
 from megatron_stare.scoring.judge import Judge
 from megatron_stare.sync.served_engine import served_model
-from megatron_stare.system import raise_file_limit
+from megatron_stare.system import file_digest, raise_file_limit
+
+# Of a model directory, next to its weights: all that decides what is sampled from them.
+_MODEL_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    "chat_template.jinja",
+)
+# Settings, or their beginnings, that decide what is sampled from equal weights and prompts.
+_OF_SERVERS = ("sglang.weights", "sglang.server_args")
+_DECIDING = (
+    *("policy.fp32_logits", "policy.weight_quantization", "data.chat_template_kwargs"),
+    *("agents.function", "agents.command", "agents.python", "agents.format", "agents.max_"),
+    "sandbox.stateful",
+)
 
 
 class Parts(NamedTuple):
@@ -252,6 +266,26 @@ def _wait(futures: Sequence[Future[Any]]) -> None:
     for future in futures:
         if future.done():
             future.result()
+
+
+def policy_name(config: Config, weights: str) -> str:
+    """The name of the policy that an evaluation samples: the hash of the weights, what else a model
+    directory says about their use (shape, tokenizer, end of a response), the engine with the number
+    formats of its servers, and its tools or agent. The step is not part of it: a run that went back
+    and trained on again has other weights under the same number, and the same weights may have two
+    numbers.
+    """
+    directory, engine = Path(config.policy.hf_checkpoint), config.rollout.engine
+    files = {
+        name: file_digest(directory / name) for name in _MODEL_FILES if (directory / name).is_file()
+    }
+    tools = dataclasses.asdict(config.tools) if config.tools.environment else {}
+    deciding = _DECIDING + _OF_SERVERS * (engine == "sglang")
+    changed = {
+        key: value for key, _, value in differences(Config(), config) if key.startswith(deciding)
+    }
+    name = [weights, files, engine, config.policy.dtype, tools]
+    return json.dumps([*name, changed] if changed else name)
 
 
 def evaluate_checkpoint(

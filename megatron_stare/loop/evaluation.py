@@ -48,18 +48,9 @@ from megatron_stare.reporting.problem_scores import (
 from megatron_stare.rollout.engine import Engine, Request, SamplingParams
 from megatron_stare.scoring.judge import Judge, RewardBackend, sample_of
 from megatron_stare.scoring.verdict import Sample, Verdict
-from megatron_stare.system import (
-    BestEffort,
-    atomic_file,
-    digest,
-    file_digest,
-    json_line,
-    return_memory,
-)
+from megatron_stare.system import BestEffort, atomic_file, digest, json_line, return_memory
 
 PROBLEMS_NAME = "problems.jsonl"
-# Of a model directory, next to its weights: all that decides what is sampled from them.
-_MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 # A journal's directory is named after the weights that sampled its rollouts, so that no version in
 # it is too old, whichever attempt of whichever run it comes from.
 _ATTEMPTS, _OLDEST = {"evaluation": 0}, -(1 << 31)
@@ -135,20 +126,6 @@ def build_sets(
 def _problem(prompt: Prompt) -> tuple[bytes, str]:
     """The identity of a problem: rows with an equal one are copies."""
     return prompt.token_ids.tobytes(), prompt.label
-
-
-def policy_name(config: Config, weights: str) -> str:
-    """The name of the policy that an evaluation samples: the hash of the weights, what else a model
-    directory says about their use (shape, tokenizer, end of a response), the engine, and its tools.
-    The step is not part of it: a run that went back and trained on again has other weights under
-    the same number, and the same weights may have two numbers.
-    """
-    directory = Path(config.policy.hf_checkpoint)
-    files = {
-        name: file_digest(directory / name) for name in _MODEL_FILES if (directory / name).is_file()
-    }
-    tools = dataclasses.asdict(config.tools) if config.tools.environment else {}
-    return json.dumps([weights, files, config.rollout.engine, config.policy.dtype, tools])
 
 
 def _params(config: Config, settings: EvaluationSetConfig) -> SamplingParams:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_stare.config import Config, UserError, override
 from megatron_stare.loop import assemble
-from megatron_stare.loop.assemble import with_tools
+from megatron_stare.loop.assemble import policy_name, with_tools
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
@@ -39,6 +39,28 @@ def test_the_length_of_a_sequence_is_bounded_by_model_and_rank(
         assert isinstance(engine, AgentEngine) and engine.context_length == longest
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "others"),
+    [
+        (["rollout.engine=sglang"], ["policy.dtype=bf16", "sglang.weights=fp8_uncorrected"]),
+        (["rollout.engine=sglang"], ["sglang.server_args='--kv-cache-dtype fp8_e4m3'"]),
+        (["agents.command=[one]"], ["agents.command=[two]"]),
+        (["agents.command=[one]"], ["agents.max_calls=2"]),
+        (["tools.environment=python"], ["sandbox.stateful=true"]),
+    ],
+)
+def test_responses_of_another_server_format_or_agent_are_not_found_again(
+    words: list[str], others: list[str], tmp_path: Path
+):
+    directory = f"policy.hf_checkpoint={tmp_path}"
+    config = override(Config(), [directory, *words, *others[:-1]])
+    assert policy_name(override(config, others), "weights") != policy_name(config, "weights")
+    served = override(
+        config, ["sglang.port=30000", "agents.port=30001"][: 1 + config.agents.active]
+    )
+    assert policy_name(served, "weights") == policy_name(config, "weights")
 
 
 def test_a_bad_row_of_an_evaluation_ends_a_start_before_any_engine(

@@ -1,8 +1,10 @@
 """The heartbeat of a rank: its place in the program, and the seconds since it last moved.
 
 A rank moves when it enters a phase, starts a step or calls `moved`, and when a look at its threads
-finds them at another place of the program than the look before; loops need no extra calls. A rank
-that waits in C, for a collective or a GPU, stays at one place; a loop that only waits is `waiting`.
+finds them at another place of the program than the look before, or that they have read or written
+bytes since: every look at a long write of a checkpoint finds the same line. So loops need no extra
+calls. A rank that waits in C, for a collective or a GPU, stays at one place; a loop that only waits
+is `waiting`.
 
 Every process is one rank, so this state is global to the process, as signal handlers are.
 """
@@ -132,7 +134,7 @@ class Motion:
         """Seconds without movement, and the working threads' stacks."""
         frames = _working_frames()
         places = {
-            name: [(id(frame.f_code), frame.f_lasti) for frame in _outwards(innermost)]
+            name: ([(id(frame.f_code), frame.f_lasti) for frame in _outwards(innermost)], _io(name))
             for name, innermost in frames.items()
             if not (_here.waits and name == "MainThread")
         }
@@ -150,6 +152,15 @@ def _working_frames() -> dict[str, FrameType]:
         for ident, frame in sys._current_frames().items()
         if (name := named.get(ident, _UNKNOWN)).startswith((*WORKERS, _UNKNOWN, "Dummy"))
     }
+
+
+def _io(name: str) -> str:
+    """The system's counts of the bytes that a thread has read and written; "" if it has none."""
+    for thread in threading.enumerate():
+        if thread.name == name:
+            with suppress(OSError):
+                return Path(f"/proc/self/task/{thread.native_id}/io").read_text()
+    return ""
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

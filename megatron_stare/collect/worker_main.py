@@ -199,7 +199,7 @@ class WorkerProcess:
         self.parts = settings.build(self.config)
         self.worker = LocalWorker(self.config, self.parts.engine, self.parts.judge)
         self._evaluating = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
-        self._motion, self._answers = heartbeat.Motion(), 0
+        self._motion, self._progress = heartbeat.Motion(), (0, 0.0)
 
     def answer(self, method: str, call: int, arguments: tuple[Any, ...], payload: Payload) -> None:
         """Do what a message asks for. A result is sent back with the number `call`."""
@@ -256,13 +256,14 @@ class WorkerProcess:
         return Journal(journal_directory(self.config), f"worker_{number}", mine, attempts)
 
     def _beat(self) -> None:
-        """Send a beat, and whether anything moved since the last: an answer of a server, a
+        """Send a beat, and whether anything moved since the last: a part of a server's answer, a
         rollout, a token of the embedded engine.
         """
         still, _ = self._motion.look()
-        before, pool = self._answers, self.parts.pool
-        self._answers = pool.requests.ended if pool is not None else 0
-        self.channel.send((BEAT, still < _MOVED_SECONDS or self._answers != before))
+        before, pool = self._progress, self.parts.pool
+        if pool is not None:
+            self._progress = pool.requests.progress
+        self.channel.send((BEAT, still < _MOVED_SECONDS or self._progress != before))
 
     def _reply(self, call: int, value: Any = None, payload: BinaryIO | None = None) -> None:
         self.channel.send((DONE, call, value, None), payload)

@@ -81,8 +81,8 @@ class RunConfig:
     """Network interface on which the latest metrics are served to Prometheus."""
     hang_timeout: NonNegative = 900.0
     """Seconds without progress, or without a heartbeat of some rank, after which the run reports
-    where every rank is and exits; 0 waits forever. The value should exceed the time-outs of servers
-    and of remote rewards."""
+    where every rank is and exits; 0 waits forever. The value should exceed the time-outs of
+    servers, of agents and of remote rewards."""
 
 
 @section

@@ -256,13 +256,13 @@ class ServedEngine:
         return "wait"
 
     def _note_progress(self, left: int) -> None:
-        """Feed the watchdog where something came: an answer, a group, a server's new state. Worker
-        processes do this for their own requests. While no server answers, sglang.start_timeout and
-        sglang.max_restarts bound the wait.
+        """Feed the watchdog where something came: a part of an answer, a group, a server's new
+        state. Worker processes do this for their own requests. While no server answers,
+        sglang.start_timeout and sglang.max_restarts bound the wait.
         """
         pool = self._pool()
         servers = [(server.state, server.weights) for server in pool.servers]
-        progress = (pool.requests.ended, left, servers)
+        progress = (pool.requests.progress, left, servers)
         if progress != self._progress or not pool.admission.alive():
             self._progress = progress
             heartbeat.moved()

@@ -44,6 +44,7 @@ class InflightRequest:
     asking: asyncio.Task[Answer]
     seed: tuple[int, ...]
     streams: bool
+    received: Received
 
 
 class InflightRequests:
@@ -57,6 +58,12 @@ class InflightRequests:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    @property
+    def newest_part(self) -> float:
+        """time.monotonic() of the newest part of their answers; 0 without any. From any thread."""
+        times = (each.received.last_part or 0.0 for each in [*self._requests.values()])
+        return max(times, default=0.0)
 
     def add(self, request: InflightRequest) -> None:
         """Note a request before its server is asked."""
@@ -139,12 +146,19 @@ class RequestRunner:
     ) -> None:
         self.model, self.settings = model, settings
         self.admission, self.health, self.router = admission, health, router
-        self.ended = 0  # requests that a server has answered, cut short or failed
+        self._ended = 0  # requests that a server has answered, cut short or failed
         self.inflight = InflightRequests(admission, routed=router is not None)
         self._counts, self._spawn = counts, spawn
         # in flight, waiting for a server, or about to be asked again
         self._active: set[tuple[int, ...]] = set()
         self._aborted: set[tuple[int, ...]] = set()
+
+    @property
+    def progress(self) -> tuple[int, float]:
+        """Another value once a request has ended or a part of an answer has come: the last response
+        of a batch may take longer than run.hang_timeout. From any thread.
+        """
+        return self._ended, self.inflight.newest_part
 
     async def run(self, request: Request, params: SamplingParams) -> Rollout:
         """The rollout of one request. EngineError: no server answered it well."""
@@ -294,7 +308,7 @@ class RequestRunner:
             client.generate(request, params, stops, received, rid, affinity, key, server.adapters)
         )
         streams = bool(client.stream_interval)
-        inflight = InflightRequest(server, rid, asking, request.seed, streams)
+        inflight = InflightRequest(server, rid, asking, request.seed, streams, received)
         self.inflight.add(inflight)
         late: ServerFault | None = None
         try:
@@ -303,7 +317,7 @@ class RequestRunner:
                 self._spawn(self.inflight.abort([inflight]))
                 await asyncio.wait([asking], timeout=PART_SECONDS)
         finally:
-            self.ended += 1
+            self._ended += 1
             self.inflight.remove(inflight)
             asking.cancel()
             # The server need not continue a request that was left or failed. An answer cut short by

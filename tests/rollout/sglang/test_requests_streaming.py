@@ -157,6 +157,20 @@ def test_new_weights_and_ends_take_one_call_per_server(model: Model, tmp_path: P
         assert all(seen(pool, n)["paths"]["/abort_request"] <= 12 for n in range(2))
 
 
+def test_a_part_of_an_answer_is_progress_before_any_request_ends(model: Model, tmp_path: Path):
+    with (
+        fake_servers(1, **LENGTHS, hold_at=HOLD) as urls,
+        attached(urls, model, tmp_path) as pool,
+    ):
+        before = pool.requests.progress
+        (future,) = pool.submit(asked(1), PARAMS)
+        wait_until(lambda: held(pool) == 1)
+        wait_until(lambda: pool.requests.progress != before)
+        assert not future.done()
+        pool.abort()
+        future.result(timeout=60)
+
+
 def test_the_end_of_all_requests_of_one_process_leaves_those_of_others(
     model: Model, tmp_path: Path
 ):

@@ -112,7 +112,7 @@ def train(
     from megatron_stare.loop.trainer import Trainer
     from megatron_stare.loop.watchdog import Watchdog
     from megatron_stare.policy import topology as topologies
-    from megatron_stare.reporting.report import write_report
+    from megatron_stare.reporting.report import keep_report
 
     with (
         Watchdog(config.run) as watchdog,
@@ -128,7 +128,7 @@ def train(
             ready = cold_start.started(config, topology, noted)
             complete = ready is not None and Trainer(ready, topology, load).run(noted)
             if complete and topology.is_first:
-                write_report([Path(config.run.dir)])
+                keep_report(Path(config.run.dir))
     return TrainingResult(Path(config.run.dir), complete)
 
 

@@ -66,7 +66,8 @@ def _trained(config: Config, load: str = "latest") -> int:
     result = train(config, load=load, interrupt=interrupt)
     if is_first_rank() and result.complete:
         print_summary(result.directory)
-        print(f"report: {result.directory / 'report.html'}")
+        if (page := result.directory / "report.html").is_file():
+            print(f"report: {page}")
     elif is_first_rank():
         print(f"stopped; `{own_command()}` continues from the last checkpoint", file=sys.stderr)
     return INTERRUPTED if interrupt.noted == signal.SIGINT and not result.complete else 0

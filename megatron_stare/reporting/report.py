@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron_stare.config import UserError
 from megatron_stare.reporting.page.content import content_of
-from megatron_stare.system import atomic_write, digest
+from megatron_stare.system import BestEffort, atomic_write, digest
 
 REPORT_NAME = "report.html"
 # In the order in which they build on one another.
@@ -53,6 +53,14 @@ def write_report(directories: Sequence[Path], output: Path | None = None) -> Pat
     except OSError as error:
         raise UserError(f"--output {output}: {error.strerror or error}; give another") from None
     return output
+
+
+def keep_report(run: Path) -> None:
+    """`write_report` of a run or comparison that has ended. What keeps it from the page, such as a
+    full disk, is a warning.
+    """
+    keep = BestEffort(f"`report {run}` writes the page when that is mended", UserError)
+    keep(lambda: write_report([run]))
 
 
 def render(content: Mapping[str, Any], *, live: bool = False) -> str:

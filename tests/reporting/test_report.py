@@ -7,7 +7,7 @@ import pytest
 from benchmarks._synthetic_run import write_run
 from megatron_stare.config import UserError
 from megatron_stare.reporting.logbook import Logbook
-from megatron_stare.reporting.report import write_report
+from megatron_stare.reporting.report import keep_report, write_report
 
 
 def test_the_page_of_one_run_is_in_its_directory_and_of_several_where_asked(tmp_path):
@@ -40,3 +40,16 @@ def test_an_empty_directory_is_refused_with_the_missing_file(tmp_path):
     (tmp_path / "summary.json").write_text('{"seed": 0}')
     with pytest.raises(UserError, match="target_entropy"):
         write_report([tmp_path])
+
+
+def test_a_finished_run_whose_page_cannot_be_written_is_no_error(tmp_path, capsys):
+    run = write_run(tmp_path / "run", 3)
+    torn = run / "diagnostics" / "step_00000099.json.gz"
+    torn.parent.mkdir(exist_ok=True)
+    torn.write_bytes(b"torn")
+    keep_report(run)
+    said = capsys.readouterr().err
+    assert "step_00000099.json.gz: torn" in said and f"`report {run}` writes the page" in said
+    torn.unlink()
+    keep_report(run)
+    assert (run / "report.html").is_file() and not capsys.readouterr().err

@@ -88,9 +88,12 @@ def _node(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     return tree, name
 
 
+_READER = TypeAdapter(Config)
+
+
 def _validated(tree: dict[str, Any]) -> Config:
     try:
-        return TypeAdapter(Config).validate_python(tree)
+        return _READER.validate_python(tree)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = [str(part) for part in first["loc"]]

@@ -132,13 +132,13 @@ def compare(
     single responses. Collective.
     """
     groups, at = sampled.groups, model.temperature
-    columns: dict[str, Column] = {"trainer": packed(model, groups, version, at)}
+    columns: dict[str, Column] = {"trainer": _packed(model, groups, version, at)}
     if at != 1:
-        columns[_COLD] = packed(model, groups, version, 1.0)
+        columns[_COLD] = _packed(model, groups, version, 1.0)
     choices: list[numpy.ndarray] = []
     if thorough:
-        columns["trainer alone"] = alone(model, groups, version, at)
-        choices = likeliest(model, groups, version)
+        columns["trainer alone"] = _alone(model, groups, version, at)
+        choices = _likeliest(model, groups, version)
     if not model.topology.is_first:
         return None
     columns["decode"] = [rollout.logprobs for rollout in sampled.rollouts]
@@ -203,7 +203,7 @@ def cause(parity: Parity, most: float, wrong_weights: str, operation: str) -> st
     )
 
 
-def packed(
+def _packed(
     model: PolicyModel, groups: Sequence[Group], version: int, temperature: float
 ) -> list[numpy.ndarray]:
     """ln pi of every loss token of every rollout, scored as a training step scores them. On every
@@ -215,14 +215,14 @@ def packed(
     return by_sequence(-batch.surprisal_T, batch, _lengths(groups), model.topology)
 
 
-def alone(
+def _alone(
     model: PolicyModel, groups: Sequence[Group], version: int, temperature: float
 ) -> list[numpy.ndarray]:
     """The same, each group in a pass of its own. Collective."""
-    return [column for group in groups for column in packed(model, [group], version, temperature)]
+    return [column for group in groups for column in _packed(model, [group], version, temperature)]
 
 
-def likeliest(model: PolicyModel, groups: Sequence[Group], version: int) -> list[numpy.ndarray]:
+def _likeliest(model: PolicyModel, groups: Sequence[Group], version: int) -> list[numpy.ndarray]:
     """The trainer's likeliest id in the place of every loss token. Collective."""
     found = []
     for group in groups:

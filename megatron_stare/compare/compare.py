@@ -5,9 +5,10 @@
     run.dir/seed<N>/<arm>        one ordinary run each
     run.dir/summary.json, report.html
 
-Arms run as child processes, one per core if memory holds as many, and show in one table. A child is
-the ordinary command on the arm's own config.yaml; it ends with a checkpoint if its parent dies.
-A part that is complete is skipped, and any other is resumed: an interrupted comparison continues.
+Arms run as child processes, one per core if memory holds as many and one at a time on a GPU, and
+show in one table. A child is the ordinary command on the arm's own config.yaml; it ends with a
+checkpoint if its parent dies. A part that is complete is skipped, and any other is resumed: an
+interrupted comparison continues.
 """
 
 from __future__ import annotations
@@ -36,15 +37,16 @@ from megatron_stare.loop.resolve import check_ahead
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.loop.watchdog import HUNG, RANKS
 from megatron_stare.losses.registry import all_objectives, reading
-from megatron_stare.policy.topology import Topology
+from megatron_stare.policy import runtime
+from megatron_stare.policy.topology import Topology, release_workspaces
 from megatron_stare.reporting import heartbeat
 from megatron_stare.reporting.console import print_summary
 from megatron_stare.reporting.live import training
 from megatron_stare.reporting.logbook import METRICS_NAME, Tail
-from megatron_stare.reporting.report import write_report
+from megatron_stare.reporting.report import keep_report
 from megatron_stare.reporting.summary import SUMMARY_NAME, mean_runs, summarize_run, target_of
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
-from megatron_stare.system import atomic_write, end_with_parent
+from megatron_stare.system import atomic_write, end_with_parent, return_memory
 
 
 class World(NamedTuple):
@@ -91,7 +93,7 @@ def compare(config: Config, topology: Topology, interrupt: Interrupt, command: s
         return False
     if topology.is_first:
         _write_summary(config, runs, seeds, command, failed)
-        write_report([Path(config.run.dir)])
+        keep_report(Path(config.run.dir))
     if failed:
         first = ": ".join(next(iter(failed.items())))
         if topology.is_first:
@@ -114,6 +116,8 @@ def _one_after_another(
                 return None
         except NoSignalError as error:
             failed[label(config)] = str(error)
+        return_memory()
+        release_workspaces()  # for the next arm's servers on the same GPU
     return failed
 
 
@@ -317,7 +321,11 @@ def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> dict[str, s
 
 
 def _runs_at_once(configs: list[Config]) -> int:
-    """One per core, and no more than the available memory holds; a line says so."""
+    """One on a GPU, whose memory each run plans for itself alone. Else one per core, and no more
+    than the available memory holds; a line says so.
+    """
+    if runtime.device().type != "cpu":
+        return 1
     wanted = max(1, min(len(configs), os.cpu_count() or 1))
     folders = {Path(config.policy.hf_checkpoint) for config in configs}
     weights = max((sum(f.stat().st_size for f in each.rglob("*")) for each in folders), default=0)

@@ -33,7 +33,7 @@ from megatron_stare.losses import find_objective
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.conversion.convert import export_hf
 from megatron_stare.policy.huggingface.checkpoint import with_other_parts
-from megatron_stare.policy.topology import Topology
+from megatron_stare.policy.topology import Topology, release_workspaces
 from megatron_stare.records import Group, Prompt, Rollout
 from megatron_stare.reporting.heartbeat import phase
 from megatron_stare.reporting.live import progress
@@ -79,6 +79,7 @@ def started(config: Config, topology: Topology, interrupt: Interrupt) -> Config 
     if is_due(config):
         finished = cold_start(config, topology, interrupt, target)
         return_memory()
+        release_workspaces()  # for servers on the same GPU, which start before the next actor
         if not finished:
             return None
     return planned(config)

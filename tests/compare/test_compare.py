@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from megatron_stare.__main__ import main
 from megatron_stare.compare import compare
@@ -201,6 +202,8 @@ def test_no_more_runs_at_a_time_than_memory_holds(
     assert said.startswith(says) and bool(said) == bool(says)
     memory.available = 99 * GB
     assert _runs_at_once([config] * 99) == 8
+    monkeypatch.setattr(compare.runtime, "device", lambda: torch.device("cuda"))
+    assert _runs_at_once([config] * 99) == 1
 
 
 def test_with_memory_for_one_run_the_next_waits(

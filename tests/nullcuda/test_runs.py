@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_stare.config import load
+from megatron_stare.loop import cold_start
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
+from tests.loop.test_cold_start import prepared
 from tests.loop.test_trainer_layouts import PACKED
 from tests.nullcuda.apart import on_device
 from tests.nullcuda.runs import (
@@ -48,6 +52,7 @@ def every_run(directory: str) -> dict[str, Any]:
         **trained(directory, CASES),
         "in bf16": updated_in_bf16(directory),
         "interrupted": interrupted(directory),
+        "after a cold start": after_a_cold_start(Path(directory) / "shown"),
     }
 
 
@@ -63,6 +68,17 @@ def interrupted(directory: str) -> list[dict[str, Any]]:
             assert Trainer(config, topology).run(Interrupt())
         gc.collect()
     return rows_of(config)
+
+
+def after_a_cold_start(directory: Path) -> tuple[int, int]:
+    """Bytes that torch's allocator holds: then, and when all that can be is given back."""
+    directory.mkdir()
+    config = load(prepared(directory))
+    with topologies.session(config.policy) as topology:
+        assert cold_start.started(config, topology, Interrupt())
+        held = torch.cuda.memory_reserved()
+        topologies.release_workspaces()
+        return held, torch.cuda.memory_reserved()
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +106,10 @@ def test_a_run_with_background_saves_resumes(
     rows = found["interrupted"]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert_same_metrics(rows, expected["dense"]["metrics"])
+
+
+def test_a_cold_start_leaves_the_gpu_to_the_servers_that_start_after_it(
+    found: dict[str, Any],
+) -> None:
+    held, least = found["after a cold start"]
+    assert held == least

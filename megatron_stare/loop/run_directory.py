@@ -50,14 +50,16 @@ def is_fixed(key: str) -> bool:
 
 def claim(config: Config) -> None:
     """Write config.yaml into run.dir; of a run that is continued, print and keep the changed
-    settings. UserError: another run is there, or the place cannot be written.
+    settings. UserError: another run is there, another process trains there, or the place cannot be
+    written.
     """
     directory, changes = Path(config.run.dir), changes_of(config)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if changes:
-            _keep(changes, directory / HISTORY_NAME)
-        configuration.dump(config, directory / CONFIG_NAME)
+        with _alone(directory):
+            if changes:
+                _keep(changes, directory / HISTORY_NAME)
+            configuration.dump(config, directory / CONFIG_NAME)
     except OSError as error:
         raise UserError(
             f"run.dir={directory} cannot be written ({error.strerror}); choose another run.dir"
@@ -155,6 +157,16 @@ def _keep(changes: dict[str, tuple[Any, Any]], history: Path) -> None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
+    """Hold the directory of a run that continues, whatever ended it. UserError: another process
+    trains there.
+    """
+    with _alone(directory):
+        (directory / SOLVED_NAME).unlink(missing_ok=True)
+        yield
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
     """Hold the directory against a second process. Waits for one that is just ending;
     UserError if it does not end.
     """
@@ -166,7 +178,6 @@ def locked(directory: Path) -> Iterator[None]:
                     f"another process is training in {directory}; stop it or choose another run.dir"
                 )
             time.sleep(0.5)
-        (directory / SOLVED_NAME).unlink(missing_ok=True)  # the run continues, whatever ended it
         yield  # closing the file gives the lock back, and so does the end of the process
 
 

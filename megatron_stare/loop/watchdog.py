@@ -225,7 +225,7 @@ class Silent:
         while it holds the interpreter lock, but not while it is stopped. `stacks`: where it writes.
         """
         if beat is None:
-            return dataclasses.replace(self, state="it has not started")
+            return dataclasses.replace(self, state="it has not started, or does not share run.dir")
         if beat.host != socket.gethostname():
             return dataclasses.replace(self, state=f"it, or its host {beat.host}, is gone or stuck")
         process = Path(f"/proc/{beat.pid}")

@@ -56,6 +56,7 @@ def from_slurm(environment: MutableMapping[str, str]) -> None:
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment["SLURM_NTASKS"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(int(environment["SLURM_NTASKS"]) // len(hosts)),
         "MASTER_ADDR": environment.get("MASTER_ADDR", hosts[0]),
         # A port that depends on the job, because jobs may run side by side on a node.
         "MASTER_PORT": environment.get(

@@ -62,6 +62,7 @@ def test_the_options_of_srun_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
         "RANK": "9",
         "WORLD_SIZE": "16",
         "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "8",
         "MASTER_ADDR": "node3",
         "MASTER_PORT": "29634",
     }

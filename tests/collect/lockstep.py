@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 
 from megatron_stare.collect.dispatcher import PromptDispatcher
 from megatron_stare.collect.local_worker import LocalWorker
@@ -14,7 +15,7 @@ from megatron_stare.loop.trainer import Trainer
 from megatron_stare.rollout.embedded import EmbeddedEngine
 
 TOKENS_BEYOND = 3
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0  # of a deadlock, not of a busy machine
 
 
 class Gate(threading.Event):
@@ -22,13 +23,15 @@ class Gate(threading.Event):
 
     A token is decoded once the dispatcher has taken in all that was finished before it. From the
     moment a batch is full, TOKENS_BEYOND more are decoded, so that sequences stand in the middle;
-    then none until the dispatcher has stopped or there are new weights.
+    then none until the dispatcher has stopped or is asked for the next batch. Its answer says that
+    a batch is full: the trainer may take the groups before the gate looks at them.
     """
 
-    def __init__(self, engine: EmbeddedEngine, dispatcher: PromptDispatcher, wanted: int) -> None:
+    def __init__(self, engine: EmbeddedEngine, dispatcher: PromptDispatcher) -> None:
         super().__init__()
-        self.engine, self.dispatcher, self.wanted = engine, dispatcher, wanted
-        self.full_at, self.beyond, self.tokens = -1, 0, 0
+        self.engine, self.dispatcher = engine, dispatcher
+        self.full: Future[None] | None = None  # the answer that was counted from
+        self.beyond = self.tokens = 0
         self.opened = False  # True once the run has ended: no dispatcher answers the engine then
 
     def is_set(self) -> bool:
@@ -59,12 +62,11 @@ class Gate(threading.Event):
                 return True
             if pending:
                 return False
-            version = self.engine.version
-            there = self.dispatcher.kept + len(self.dispatcher._ready)
-            if self.full_at != version and there >= self.wanted:
-                self.full_at, self.beyond = version, 0
-            if self.full_at != version:
+            answer = self.dispatcher._enough
+            if not answer.done():
                 return True
+            if answer is not self.full:
+                self.full, self.beyond = answer, 0
             self.beyond += 1
             return self.beyond <= TOKENS_BEYOND
 
@@ -74,7 +76,7 @@ def in_step(run: Trainer) -> Trainer:
     collector, engine = run.collector, run.engine
     assert isinstance(collector, RolloutBuffer) and collector.dispatcher is not None
     assert isinstance(engine, EmbeddedEngine)
-    gate = Gate(engine, collector.dispatcher, run.config.rollout.rollout_batch_size)
+    gate = Gate(engine, collector.dispatcher)
     engine._replacing, close = gate, engine.close
 
     def checked() -> None:

@@ -15,7 +15,7 @@ from megatron_stare.scoring.verdict import Verdict, judged, unverifiable
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w])")
 _CONNECTOR = re.compile(r"[\s$,;.]*(?:and|or|\\text\{ ?(?:and|or) ?\})?[\s$,;.]*")
 _ANSWER_LINE = re.compile(
-    r"^[^\w\n]*(?:the\s+)?(?:final\s+)?answer\b[*_ ]*(?:is)?[*_ ]*[:\uff1a](.*)$", re.I | re.M
+    r"^[^\w\n]*(?:the\s+)?(?:final\s+)?answer\b[*_ ]*(?:is[*_ ]*)?[:\uff1a](.*)$", re.I | re.M
 )
 # Script -> how the Unicode names of its letters begin.
 SCRIPTS: dict[str, tuple[str, ...]] = {

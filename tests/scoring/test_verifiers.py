@@ -51,6 +51,8 @@ TEXT = "\\boxed{1} then <answer> 2 </answer>\nAnswer: 3\nand \\boxed{\\frac{4}{5
         ("answer", "answer\uff1a 12", "12"),
         ("answer", "I answered: 12", None),
         ("answer", "Answer:\n12", None),
+        ("answer", "The answer " + "_ " * 100_000, None),  # hours, if blanks were divided in two
+        ("answer", "The answer __is__ **: 12**", "12"),
         ("tag", "<answer>1</answer> <answer>2", "1"),
         ("tag", "</answer><answer>", None),
     ],

@@ -20,6 +20,7 @@ from megatron_stare.scoring.judge import judgement_metrics
 # The fraction of right responses from which a task without signal is solved; the others may be of
 # problems whose label is wrong, or occasional errors.
 SOLVED = 0.9
+MOST_REWARDS = 12  # in a message: those of a reward model are all different
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,14 @@ def too_few(
 
 def seen_rewards(config: Config, sampled: Sequence[Group]) -> str:
     """The rewards of the sampled groups, and why some that differ are not trained."""
-    histogram = Counter(rollout.reward for group in sampled for rollout in group.rollouts)
-    unverifiable = histogram.pop(None, 0)
-    rewards = [f"{reward:g} x {count}" for reward, count in sorted(histogram.items())]
-    rewards += [f"unverifiable x {unverifiable}"] if unverifiable else []
+    given = [rollout.reward for group in sampled for rollout in group.rollouts]
+    histogram = Counter(reward for reward in given if reward is not None)
+    often = dict(histogram.most_common(MOST_REWARDS))
+    rewards = [f"{reward:g} x {count}" for reward, count in sorted(often.items())]
+    if rest := sorted(histogram.keys() - often.keys()):
+        rewards.append(f"{len(rest)} other values from {rest[0]:g} to {rest[-1]:g}")
+    if unverifiable := len(given) - histogram.total():
+        rewards.append(f"unverifiable x {unverifiable}")
     seen = f"rewards seen: {', '.join(rewards)}"
     if others := _dropped(sampled, config.rollout):
         seen += f"; {others} groups differ in their rewards alone, which "

@@ -66,3 +66,12 @@ def test_the_message_says_why_groups_were_dropped(
     message = str(too_few(config, 1, sampled, "1 generation rounds", by_rollout=False))
     assert message.startswith("only 1 of rollout.rollout_batch_size=4 groups had differing ")
     assert seen in message
+
+
+def test_the_message_stays_short_where_every_reward_is_another() -> None:
+    """As of a reward model, whose scores are all positive."""
+    sampled = [group(*(1 + (8 * place + n) / 1e4 for n in range(8))) for place in range(512)]
+    sampled.append(group(0.5, 0.5, None))
+    message = str(too_few(Config(), 1, sampled, "1 generation rounds", by_rollout=False))
+    assert "(rewards seen: 0.5 x 2, 1 x 1, " in message and len(message) < 800
+    assert ", 4085 other values from 1.0011 to 1.4095, unverifiable x 1;" in message

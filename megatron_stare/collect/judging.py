@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_stare.config import Config, SandboxConfig, ScoringConfig, UserError
 from megatron_stare.rollout.sandbox.fusion import open_sandbox
-from megatron_stare.rollout.sandbox.interpreter import SandboxError
+from megatron_stare.rollout.sandbox.interpreter import Execution, SandboxError
 from megatron_stare.rollout.sandbox.sandbox import CodeRunner
 from megatron_stare.scoring.judge import JUDGE, Judge, RewardBackend
 from megatron_stare.scoring.llm_judge import LLMJudge
@@ -60,6 +60,7 @@ class CodeRewards:
         self._threads = ThreadPoolExecutor(
             settings.max_concurrency, thread_name_prefix="code-rewards"
         )
+        self._closed = False
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
         """One Verdict per sample, in order;
@@ -68,9 +69,15 @@ class CodeRewards:
         return list(self._threads.map(self._judge, samples))
 
     def close(self) -> None:
-        """End the sandbox."""
-        self._threads.shutdown()
+        """End the sandbox, after the tests that run at this moment."""
+        self._closed = True
+        self._threads.shutdown(cancel_futures=True)
         self.runner.close()
+
+    def _run(self, code: str, stdin: str = "", wall_seconds: float | None = None) -> Execution:
+        if self._closed:
+            raise SandboxLost("the sandbox was closed")
+        return self.runner.run(code, stdin, wall_seconds)
 
     def _judge(self, sample: Sample) -> Verdict:
         try:
@@ -84,7 +91,7 @@ class CodeRewards:
             found = verify_code(
                 sample.response,
                 tests,
-                self.runner.run,
+                self._run,
                 stop_at_failure=not self.scoring.code_partial_credit,
                 seconds=self.scoring.code_seconds,
             )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -120,6 +122,28 @@ def test_without_partial_credit_the_first_failure_ends_it():
         )
     assert (half.reward, half.verdict) == (0.0, "wrong")
     assert (whole.reward, whole.verdict) == (1.0, "correct")
+
+
+def test_the_end_of_a_run_waits_for_no_program_that_has_not_started():
+    """A fully asynchronous run ends with hundreds of them."""
+    settings = ["scoring.reward=code", "sandbox.isolation=limits", "sandbox.warm_workers=1"]
+    judge = build_judge(override(Config(), [*settings, "sandbox.max_concurrency=1"]))
+    slow = response("import time; time.sleep(0.5); print(int(input()) ** 2)")
+    prompt = Prompt(0, (1,), "", metadata={"tests": TESTS * 4})
+    judged, ran = judge.start([(prompt, slow)] * 50), list[str]()
+    run = judge.backends["code"].runner.run  # type: ignore[attr-defined]
+    started = threading.Event()
+
+    def noted(*arguments: Any) -> Any:
+        ran.append(arguments[1])
+        started.set()
+        return run(*arguments)
+
+    judge.backends["code"].runner.run = noted  # type: ignore[attr-defined]
+    assert started.wait(60)
+    before = len(ran)
+    judge.close()
+    assert len(ran) <= before + 1 and judged.done()
 
 
 CASES = "tests.scoring.verifier_cases"

@@ -206,9 +206,10 @@ class Journal:
         # frames that a full disk refused, tried again with the next rollout; the newest ones
         self._unwritten: deque[bytes] = deque()
 
-    def open(self, step: int) -> None:
+    def open(self, step: int, oldest: int | None = None) -> None:
         """Start an attempt at `step`, or join the one that another process started, and read what
-        earlier attempts finished.
+        earlier attempts finished, without rollouts that have a token of weights before version
+        `oldest`.
 
         Rollouts of weights that this attempt has lost are kept and count as one step older than
         the newest weights that both attempts share: the log-probs they were sampled with are still
@@ -219,21 +220,21 @@ class Journal:
         order = {attempt: place for place, attempt in enumerate(attempts)}
         newest: dict[Key, int] = {}
         for file in _files(self.directory):
+            if oldest is not None and _step_of(file) < oldest:
+                continue  # its rollouts finished before those weights
             for attempt, key, rollout in self._read(file):
                 # A later attempt samples a rollout again where the earlier one was too old for it.
                 if self.mine(key) and order.get(attempt, -1) >= newest.get(key, -1):
                     newest[key] = order.get(attempt, -1)
                     self.found[key] = _of_known_weights(rollout, _shared(attempts, attempt))
+            self._forget(oldest)
         self.start_step(step)
 
     def start_step(self, step: int, oldest: int | None = None) -> None:
         """Write to the file of `step` from now on; earlier files are flushed to the disk. Found
         rollouts with a token of weights before version `oldest` are forgotten.
         """
-        if oldest is not None:
-            self.found = {
-                k: each for k, each in self.found.items() if each.oldest_version >= oldest
-            }
+        self._forget(oldest)
         if step != self._step:
             self.close()
             self._step = step
@@ -261,14 +262,16 @@ class Journal:
 
     def close(self) -> None:
         """Flush the file to the disk and close it."""
-        if self._file is not None:
-            number = self._file.fileno()
-            self._safely(lambda: os.fsync(number))
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            self._safely(lambda: os.fsync(file.fileno()))
+            self._safely(file.close)
 
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step_{step:08d}.frames"
+    def _forget(self, oldest: int | None) -> None:
+        if oldest is not None:
+            self.found = {
+                key: each for key, each in self.found.items() if each.oldest_version >= oldest
+            }
 
     def _write_out(self) -> None:
         """Open the file, if it is not open, and write all frames that wait. OSError: the disk is
@@ -276,7 +279,7 @@ class Journal:
         """
         if self._file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path(self._step).open("ab", buffering=0)
+            self._file = (self.folder / f"step_{self._step:08d}.frames").open("ab", buffering=0)
             sync_directory(self.folder)
         while self._unwritten:
             size, rest = os.fstat(self._file.fileno()).st_size, memoryview(self._unwritten[0])
@@ -343,7 +346,7 @@ def start_attempt(directory: Path, step: int) -> dict[str, int]:
 def forget(directory: Path, before: int) -> None:
     """Remove the files of steps before `before`. A run that goes back further samples again."""
     for file in _files(directory):
-        if int(file.stem.removeprefix("step_")) < before:
+        if _step_of(file) < before:
             with contextlib.suppress(OSError):  # a disk that cannot be written now
                 file.unlink()
 
@@ -351,6 +354,10 @@ def forget(directory: Path, before: int) -> None:
 def _files(directory: Path) -> list[Path]:
     """All files of all folders, in the order of their steps."""
     return sorted(directory.rglob("step_*.frames"), key=lambda file: (file.stem, file))
+
+
+def _step_of(file: Path) -> int:
+    return int(file.stem.removeprefix("step_"))
 
 
 def _entries(content: bytes) -> Iterator[_Entry | InvalidBytes]:

@@ -64,7 +64,7 @@ class LocalWorker:
         self.samples = config.rollout.n_samples_per_prompt
         # The advantage's greedy baseline is one more rollout, after those that are trained.
         self.requested = self.samples + checked_estimator(config.scoring).greedy
-        self.step, self.paused = 0, False
+        self.step, self.paused = -1, False  # no step yet
         self._held: Collection[int] = ()  # indices of prompts that wait for a later step
         self._counts: Counter[str] = Counter()
         self._open: dict[int, _Open] = {}
@@ -73,7 +73,6 @@ class LocalWorker:
         self._idle: Future[None] | None = None  # the future that `pause` returned
         self._stopped, self._closed = False, False
         self._failure: Exception | None = None
-        self._is_open = False  # the journal, by the first `set_step`
         self._arrived: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # A daemon: what it waits for, such as a disk that hangs, must not keep the process alive.
         self._thread = threading.Thread(target=self._work, name="local-worker", daemon=True)
@@ -82,9 +81,11 @@ class LocalWorker:
     def set_step(self, step: int, held: Collection[int] = ()) -> None:
         """The first call opens the journal."""
         with self._lock:
-            self._open_journal(step)
-            self.step, self.paused, self._held = step, self._stopped, held
-            if self.journal is not None:
+            first, self.step, self.paused, self._held = self.step < 0, step, self._stopped, held
+            if self.journal is not None and first:
+                self.journal.open(step, self._oldest)
+                self._counts["journal_lines_skipped"] = self.journal.skipped
+            elif self.journal is not None:
                 self.journal.start_step(step, self._oldest)
             self.engine.abort([r for entry in self._open.values() for r in self._too_old(entry)])
             self._resume(list(self._open.values()))
@@ -158,14 +159,6 @@ class LocalWorker:
     @property
     def _oldest(self) -> int:
         return self.step - self.config.rollout.staleness_limit
-
-    def _open_journal(self, step: int) -> None:
-        if self._is_open:
-            return
-        if self.journal is not None:
-            self.journal.open(step)
-            self._counts["journal_lines_skipped"] = self.journal.skipped
-        self._is_open = True
 
     def _check_idle(self) -> None:
         """Complete `pause` once no request is in flight."""

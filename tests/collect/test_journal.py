@@ -227,6 +227,23 @@ def test_rollouts_that_became_too_old_are_forgotten(tmp_path: Path):
     journal.close()
 
 
+def test_rollouts_that_are_too_old_are_not_held_while_the_files_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A run with rare checkpoints has hundreds of steps in its files, most of them of weights that
+    a kill has lost.
+    """
+    attempt(tmp_path, 0, *((prompt, 0, rollout(prompt)) for prompt in range(9)))
+    attempt(tmp_path, 2)
+    journal, held, read = Journal(tmp_path), list[int](), Journal._read
+    noted = lambda self, file: (held.append(len(self.found)), read(self, file))[1]  # noqa: E731
+    monkeypatch.setattr(Journal, "_read", noted)
+    journal.open(2, oldest=2)
+    journal.close()
+    assert sorted(journal.found) == [(2, 0)], "weights 3 to 8 were lost"
+    assert len(held) == 7 and max(held) == 1, "files of steps 0 and 1 are not even opened"
+
+
 def test_a_step_whose_file_cannot_be_opened_keeps_its_rollouts_for_a_later_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):

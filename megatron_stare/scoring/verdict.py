@@ -18,7 +18,6 @@ import this file, so it uses the standard library only.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -170,6 +169,8 @@ class Called:
         given = [SimpleNamespace(**vars(sample), reward=None) for sample in samples]
         result = self.call(given)
         if inspect.isawaitable(result):
+            import asyncio  # here: it is a third of what a verifier process imports
+
             result = asyncio.run(_awaited(result))
         if not self.grouped:
             return [_plain(result)]
@@ -301,7 +302,9 @@ class _Trl:
         return self.function(completions=messages, **given)
 
     def _takes(self, name: str) -> bool:
-        return name in self.names or (self.further and name.isidentifier())
+        """Whether the function takes this column of the data set; `completions` is the policy's."""
+        taken = name in self.names or (self.further and name.isidentifier())
+        return taken and name != "completions"
 
 
 async def _awaited(result: Any) -> Any:

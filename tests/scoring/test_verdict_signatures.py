@@ -94,6 +94,17 @@ def test_none_from_a_trl_function_is_unverifiable() -> None:
     assert found.value is None and "returned None" in found.reason
 
 
+def test_a_column_named_like_trls_completions_is_not_passed() -> None:
+    """Data sets of preferences have one."""
+    sample = Sample("so 7", "7", {"completions": ["6", "7"], "level": 3}, "What is 3 + 4?")
+
+    def reward(completions, **kwargs):
+        return [float(completions == ["so 7"] and kwargs["level"] == [3])]
+
+    (found,) = LocalVerifier(adapted(reward)).judge([sample])
+    assert found.value == 1.0, found.reason
+
+
 def test_an_error_inside_of_a_trl_function_is_its_own() -> None:
     def broken(completions, **kwargs):
         return [len(completions[0]) + "one"]

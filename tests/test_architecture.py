@@ -49,9 +49,9 @@ LAYERS: dict[str, list[set[str]]] = {
     ],
     "scoring": [
         {"__init__", "verdict", "advantages", "mirror_grid", "programs"},
-        {"judge_client", "reward_model", "verifier_pool", "verifiers"},
-        {"gym_verifier", "llm_judge", "mathematics"},
-        {"judge"},
+        {"remote", "verifier_pool", "verifiers"},
+        {"gym_verifier", "judge_client", "mathematics"},
+        {"judge", "llm_judge"},
     ],
     "loop": [
         {"__init__", "interrupt", "run_directory", "watchdog"},

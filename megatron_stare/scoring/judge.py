@@ -27,7 +27,7 @@ from megatron_stare.config import (
     source_of,
 )
 from megatron_stare.records import Prompt, Rollout, RolloutMeta
-from megatron_stare.scoring.reward_model import RemoteRewardModel
+from megatron_stare.scoring.remote import RemoteRewardModel
 from megatron_stare.scoring.verdict import (
     EXPECTED,
     Called,

@@ -1,21 +1,22 @@
 """Questions to an OpenAI-compatible server: tried again, bounded in time, and kept.
 
-An answer is kept by the hash of all that was sent (server and key apart), in memory and in a file
-of this process in judge/ of the run's directory, one JSON object a line:
+An answer is kept by the hash of all that was sent (server and key apart), in a file of this process
+in judge/ of the run's directory, one JSON object a line:
 
     {"key", "answer", "finish", "prompt", "response"}     the last two shortened
 
-A resumed run, and an evaluation of the same responses, read it from there. An answer must hold one
-JSON object after the thinking; the last object counts.
+A resumed run, and an evaluation of the same responses, read the newest ones from there; MOST_KEPT
+bytes are held in memory. An answer must hold one JSON object after the thinking; the last object
+counts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
-import random
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,14 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_stare.config import JudgeConfig, UserError
+from megatron_stare.config import JudgeConfig
+from megatron_stare.scoring.remote import NoAnswer, Service, shown
 from megatron_stare.scoring.verdict import Sample, printable
-from megatron_stare.system import digest
+from megatron_stare.system import BestEffort, digest
 
-_RETRIED = (408, 429)
 _SECOND_TEMPERATURE = 0.7  # of the second try: at temperature 0 it would repeat the first one
-_MOST_WAIT = 5.0  # seconds between two attempts
 _MOST_BYTES = 16 << 20  # of an answer
+MOST_KEPT = 256 << 20  # bytes of answers
+_ENTRY_BYTES = 400  # of an answer in memory, its text apart
 _SHOWN = 200  # characters of a prompt and a response in the file
 
 
@@ -58,48 +60,64 @@ class Reply:
     seconds: float = 0.0
 
 
-class NoAnswer(Exception):
-    """The server gives no answer, for this reason."""
-
-
 class Kept:
-    """Answers by key, on disk too if there is a directory."""
+    """The newest answers by key; all of them are on disk too, if there is a directory."""
 
     def __init__(self, directory: Path | None) -> None:
+        self.found: dict[str, tuple[str, str]] = {}  # in the order in which they came
+        self._size = 0  # bytes of `found`
         self._file: IO[str] | None = None
         self._path: Path | None = None
-        self.found: dict[str, tuple[str, str]] = {}
-        if directory is None:
-            return
-        for file in sorted(directory.glob("*.jsonl")):
-            self._read(file)
-        self._path = directory / f"{socket.gethostname()}-{os.getpid()}.jsonl"
+        self._safely = BestEffort("a resumed run asks the judge again for what it answers now")
+        if directory is not None:
+            self._read(directory)
+            self._path = directory / f"{socket.gethostname()}-{os.getpid()}.jsonl"
 
     def add(self, key: str, answer: str, finish: str, sample: Sample) -> None:
-        """Keep an answer; it reaches the operating system at once."""
+        """Keep an answer; it reaches the operating system at once. A full disk is a warning."""
+        self._hold(key, answer, finish)
+        excerpt = {"prompt": sample.prompt[:_SHOWN], "response": sample.response[-_SHOWN:]}
+        line = json.dumps({"key": key, "answer": answer, "finish": finish, **excerpt}) + "\n"
+        self._safely(lambda: self._write(line))
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._safely(self._file.close)
+
+    def _hold(self, key: str, answer: str, finish: str) -> None:
+        if key in self.found:
+            return
         self.found[key] = answer, finish
+        self._size += len(answer) + _ENTRY_BYTES
+        while self._size > MOST_KEPT:
+            oldest, _ = self.found.pop(next(iter(self.found)))
+            self._size -= len(oldest) + _ENTRY_BYTES
+
+    def _write(self, line: str) -> None:
         if self._path is None:
             return
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")
-        shown = {"prompt": sample.prompt[:_SHOWN], "response": sample.response[-_SHOWN:]}
-        line = {"key": key, "answer": answer, "finish": finish, **shown}
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(line)
         self._file.flush()
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-
-    def _read(self, file: Path) -> None:
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+    def _read(self, directory: Path) -> None:
+        """The last MOST_KEPT bytes of all files, as they were written."""
+        left, contents = MOST_KEPT, list[bytes]()
+        files = ((file.stat(), file) for file in directory.glob("*.jsonl"))
+        for stat, file in sorted(files, key=lambda pair: pair[0].st_mtime, reverse=True):
+            with file.open("rb") as stream:
+                stream.seek(max(0, stat.st_size - left))
+                contents.append(stream.read(left))
+            left -= len(contents[-1])
+        for line in itertools.chain.from_iterable(c.splitlines() for c in reversed(contents)):
             try:
                 found = json.loads(line)
-                self.found[found["key"]] = found["answer"], found["finish"]
+                self._hold(found["key"], found["answer"], found["finish"])
             except (ValueError, KeyError, TypeError):
-                continue  # a killed process wrote half of it
+                continue  # it begins before these bytes, or a killed process wrote half of it
 
 
 class JudgeClient:
@@ -108,23 +126,22 @@ class JudgeClient:
     def __init__(
         self, settings: JudgeConfig, urls: Callable[[], Sequence[str]], directory: Path | None
     ) -> None:
-        try:
-            from megatron_stare import http_client
-        except ImportError:
-            raise UserError(
-                "scoring.reward=judge needs aiohttp; install megatron-stare[agents]"
-            ) from None
-        self._http = http_client
         self.settings, self.urls, self.kept = settings, urls, Kept(directory)
-        self._places = asyncio.Semaphore(settings.concurrency)
-        self._connections: Any = None  # opened in the loop that asks
+        limits = settings.concurrency, settings.timeout, _MOST_BYTES
+        key = os.environ.get(settings.key_variable, "")
+        self._service = Service("judge", settings.attempts, *limits, key)
         self._flying: dict[str, asyncio.Future[Any]] = {}
+        self._look: asyncio.Future[Sequence[str]] | None = None  # at the addresses
 
     async def close(self) -> None:
         """End the connections."""
-        if self._connections is not None:
-            await self._connections.close()
+        await self._service.close()
         self.kept.close()
+
+    @property
+    def starting(self) -> asyncio.Future[Sequence[str]] | None:
+        """Done when the servers that are started now answer; None: none is started."""
+        return self._look if self._look is not None and not self._look.done() else None
 
     async def ask(self, question: Question, sample: Sample) -> Reply:
         """The judge's answer. One that cannot be read is asked for a second time."""
@@ -176,48 +193,32 @@ class JudgeClient:
         return answer, finish, tokens
 
     async def _fetched(self, body: dict[str, Any], place: int) -> tuple[str, str, int]:
-        if self._connections is None:
-            key = os.environ.get(self.settings.key_variable, "")
-            self._connections = self._http.session(self._http.authorization(key))
-        posted, reason = json.dumps(body).encode(), ""
-        for attempt in range(self.settings.attempts):
-            if attempt:
-                await asyncio.sleep(random.uniform(0, min(_MOST_WAIT, 0.2 * 2**attempt)))
-            urls = await asyncio.to_thread(self.urls)  # it may have to start one
-            url = urls[(place + attempt) % len(urls)].rstrip("/")
-            try:
-                async with self._places:
-                    status, answer = await self._http.post_json(
-                        self._connections,
-                        f"{url}/chat/completions",
-                        posted,
-                        self.settings.timeout,
-                        _MOST_BYTES,
-                    )
-            except (*self._http.FAULTS, ValueError) as error:
-                reason = f"{url}: {type(error).__name__} {error}".strip()
-                continue
-            content = answer.decode(errors="replace")
-            if status in _RETRIED or status >= 500:
-                reason = f"{url}: status {status}"
-                continue
-            if status != 200:
-                raise NoAnswer(f"{url}: status {status} {printable(content)}")
-            return _read(url, content)
-        raise NoAnswer(reason)
+        async def address(attempt: int) -> str:
+            urls = await self._addresses()
+            return f"{urls[(place + attempt) % len(urls)].rstrip('/')}/chat/completions"
+
+        return _read(*await self._service.post(address, json.dumps(body).encode()))
+
+    async def _addresses(self) -> Sequence[str]:
+        """All who ask share one look, which may have to start a server."""
+        if self.starting is None:
+            self._look = asyncio.ensure_future(asyncio.to_thread(self.urls))
+        assert self._look is not None
+        return await asyncio.shield(self._look)
 
 
-def _read(url: str, content: str) -> tuple[str, str, int]:
+def _read(url: str, content: bytes) -> tuple[str, str, int]:
+    """Text, reason of its end and tokens of a chat completion. NoAnswer: it is none."""
     try:
         body = json.loads(content)
         choice = body["choices"][0]
         text, finish = choice["message"]["content"] or "", choice.get("finish_reason") or "stop"
         if not isinstance(text, str):
             raise TypeError("content is not text")
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
-        raise NoAnswer(f"{url}: no chat completion ({error!r}): {printable(content)}") from None
-    usage = body.get("usage") or {}
-    return text, str(finish), max(1, int(usage.get("total_tokens") or 1))
+        usage = body.get("usage") or {}
+        return text, str(finish), max(1, int(usage.get("total_tokens") or 1))
+    except Exception as error:  # the answer is the server's: it may hold anything
+        raise NoAnswer(f"{url}: no chat completion ({error!r}): {shown(content)}") from None
 
 
 def object_in(text: str) -> Mapping[str, Any]:

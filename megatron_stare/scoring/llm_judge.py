@@ -259,10 +259,18 @@ class LLMJudge:
         return [_late(self.settings) if found is None else found for found in replies]
 
     async def _within(self, work: Sequence[Any]) -> list[Any]:
-        """The results within judge.group_timeout; None where it passed."""
+        """The results within judge.group_timeout; None where it passed. While servers start, no
+        time passes: it is counted again from then on.
+        """
         tasks = [asyncio.ensure_future(each) for each in work]
-        if tasks:
-            await asyncio.wait(tasks, timeout=self.settings.group_timeout)
+        waiting = set(tasks)
+        while waiting:
+            _, waiting = await asyncio.wait(waiting, timeout=self.settings.group_timeout)
+            start = self.client.starting
+            if start is None:
+                break
+            if waiting:
+                await asyncio.wait({start})
         found = [task.result() if task.done() else None for task in tasks]
         for task in tasks:
             task.cancel()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,12 @@ import pytest
 from megatron_stare.collect.judging import build_judge
 from megatron_stare.config import Config, JudgeConfig, ScoringConfig, UserError, override
 from megatron_stare.records import Group, Prompt, Rollout
+from megatron_stare.scoring import judge_client
 from megatron_stare.scoring.advantages import has_signal, with_advantages
+from megatron_stare.scoring.judge_client import Kept
 from megatron_stare.scoring.llm_judge import LLMJudge, opponents
 from megatron_stare.scoring.verdict import Sample
+from tests.conftest import fill
 from tests.scoring.judge_server import JudgeServer
 
 
@@ -45,14 +50,15 @@ def by_name(question: str, number: int) -> Any:
         "cut": ('{"score": 5}', "length"),
         "no json": b"<html>",
         "no choices": b'{"choices": []}',
+        "no usage": b'{"choices": [{"message": {"content": "a"}}], "usage": [1]}',
     }.items():
         if name in said:
             return found
     return '{"score": 8}'
 
 
-CASES = ["hangs", "fails", "refuses", "prose", "cut", "no json", "no choices"]
-REASONS = ["TimeoutError", "500", "400", "quite good", "max_tokens", "no chat", "no chat"]
+CASES = ["hangs", "fails", "refuses", "prose", "cut", "no json", "no choices", "no usage"]
+REASONS = ["TimeoutError", "500", "400", "quite good", "max_tokens", *["no chat"] * 3]
 
 
 def test_a_response_without_a_judges_answer_is_unverifiable_with_the_reason(serve: Any):
@@ -141,6 +147,58 @@ def test_a_group_has_a_deadline(serve: Any):
     found = judged(serve(by_name), samples("good", "hangs"), timeout=60, group_timeout=4)
     assert time.monotonic() - begun < 30
     assert found[0].value == 0.8 and "group_timeout" in found[1].reason
+
+
+def test_the_start_of_servers_is_no_part_of_a_groups_time(serve: Any):
+    """A large judge loads for longer than any group may take."""
+    server = serve(by_name)
+
+    def urls() -> list[str]:
+        time.sleep(1.5)
+        return [server.url]
+
+    judge = LLMJudge(JudgeConfig(timeout=60.0, group_timeout=1.0), urls)
+    try:
+        assert [found.value for found in judge.judge(samples("good", "better"))] == [0.8, 0.8]
+    finally:
+        judge.close()
+
+
+def test_a_full_disk_costs_no_answer(serve: Any, small_disk: Path, capfd: Any):
+    server, directory = serve(by_name), small_disk / "judge"
+    judge = LLMJudge(JudgeConfig(timeout=60.0), lambda: [server.url], directory)
+    try:
+        judge.judge(samples("first"))
+        filler = fill(small_disk, leave=0)
+        found = judge.judge(samples(*(f"response {number}" for number in range(40))))
+        assert [one.value for one in found] == [0.8] * 40
+        assert capfd.readouterr().err.count("No space left") == 1
+        filler.unlink()
+        judge.judge(samples("fourth"))
+    finally:
+        judge.close()
+    assert {"first", "fourth"} <= {
+        json.loads(line)["response"]
+        for file in directory.glob("*.jsonl")
+        for line in file.read_text().splitlines()
+        if line.endswith("}")
+    }
+
+
+def test_the_newest_answers_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run of a week asks for more than fit into memory; all are on disk."""
+    monkeypatch.setattr(judge_client, "MOST_KEPT", 5000)
+    (sample,) = samples("x")
+    for number in range(3):
+        monkeypatch.setattr(os, "getpid", lambda number=number: number)
+        kept = Kept(tmp_path)
+        for place in range(8):
+            kept.add(f"{number}-{place}", "a" * 600, "stop", sample)
+        kept.close()
+        os.utime(tmp_path / f"{socket.gethostname()}-{number}.jsonl", (number, number))
+    assert [len(file.read_text().splitlines()) for file in tmp_path.glob("*.jsonl")] == [8] * 3
+    assert list(kept.found) == [f"2-{place}" for place in range(3, 8)]
+    assert list(Kept(tmp_path).found) == [f"2-{place}" for place in range(3, 8)]
 
 
 @pytest.mark.parametrize("calls", ["one", "each"])

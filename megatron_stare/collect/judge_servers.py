@@ -19,7 +19,9 @@ from typing import IO
 
 from megatron_stare.config import Config, EngineError
 from megatron_stare.http_client import FAULTS, request
+from megatron_stare.reporting import heartbeat
 from megatron_stare.rollout.sglang.process import ServerProcess, server_command
+from megatron_stare.rollout.sglang.server import MOST_STARTS, StartPatience
 from megatron_stare.system import atomic_write, try_lock
 
 _POLL_SECONDS = 0.25
@@ -42,15 +44,16 @@ class JudgeServers:
     def urls(self) -> Sequence[str]:
         """The addresses of servers that run, once they answer. EngineError: one does not start."""
         with self._lock:
-            deadline = time.monotonic() + self.sglang.start_timeout
+            seconds = MOST_STARTS * self.sglang.start_timeout
+            deadline = time.monotonic() + seconds
             while not self._own():
                 found = self._written()
                 if found:
                     return found
                 if time.monotonic() > deadline:
                     raise EngineError(
-                        f"{self.directory}/servers.lock is held by a process that starts no server "
-                        f"within sglang.start_timeout={self.sglang.start_timeout:g} s"
+                        f"{self.directory}/servers.lock is held by a process whose servers do not "
+                        f"answer after {seconds:g} s ({MOST_STARTS} x sglang.start_timeout)"
                     )
                 time.sleep(_POLL_SECONDS)
             if not self._processes or not all(each.alive() for each in self._processes):
@@ -73,7 +76,6 @@ class JudgeServers:
             if not try_lock(file):
                 file.close()
                 return False
-            (self.directory / "servers.json").unlink(missing_ok=True)  # of a dead owner
             self._owned = file
         return True
 
@@ -84,10 +86,13 @@ class JudgeServers:
             return []
 
     def _replace(self) -> None:
-        """Start what does not run, and wait until all answer."""
+        """Start what does not run, and wait until all answer; other processes wait likewise."""
+        (self.directory / "servers.json").unlink(missing_ok=True)  # it may be of a dead owner
         for number in range(self.settings.num_servers):
-            if number < len(self._processes) and self._processes[number].alive():
-                continue
+            if number < len(self._processes):
+                if self._processes[number].alive():
+                    continue
+                self._processes[number].stop()  # what it started may still hold its GPUs
             process = ServerProcess(
                 self._command,
                 self.settings.checkpoint,
@@ -102,8 +107,9 @@ class JudgeServers:
         atomic_write(self.directory / "servers.json", json.dumps(urls))
 
     def _wait(self, process: ServerProcess) -> None:
-        deadline = time.monotonic() + self.sglang.start_timeout
-        while process.alive() and time.monotonic() < deadline:
+        patience = StartPatience(process, self.sglang.start_timeout)
+        while process.alive() and not patience.ended():
+            heartbeat.moved()  # sglang.start_timeout bounds it
             try:
                 status, _ = request("GET", f"{process.url}/health", timeout=_HEALTH_SECONDS)
                 if status == 200:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.scoring.verdict import Sample
+from tests.collect.test_process_worker import is_there
+from tests.rollout.sglang.test_requests_streaming import wait_until
 from tests.small_run import rows_of, small_config
 from tests.tiny_models import save_tokenizer, tiny_config, write_checkpoint
 
@@ -111,6 +116,45 @@ def test_a_judge_on_servers_of_the_runs_own(tmp_path: Path):
         first.close()
         second.close()
     assert not any(process.alive() for process in owned._processes)
+
+
+SERVER = """
+import http.server, pathlib, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+pathlib.Path(__file__).with_name(f"child_{child.pid}").touch()
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def test_a_dead_servers_children_end_before_the_next_one_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """They hold its GPUs. Until the next one answers, no process reads an address."""
+    (tmp_path / "server.py").write_text(SERVER)
+    command = f"sglang.command={sys.executable} {tmp_path}/server.py"
+    config = small_config(tmp_path, command, "scoring.reward=judge", "judge.checkpoint=any")
+    servers, written = JudgeServers(config, tmp_path / "judge"), list[bool]()
+    wait = servers._wait
+
+    def noted(process: Any) -> None:
+        written.append((tmp_path / "judge" / "servers.json").exists())
+        wait(process)
+
+    monkeypatch.setattr(servers, "_wait", noted)
+    try:
+        before = servers.urls()
+        (first,) = tmp_path.glob("child_*")
+        os.kill(servers._processes[0].process.pid, signal.SIGKILL)
+        wait_until(lambda: not servers._processes[0].alive())
+        assert servers.urls() != before and written == [False, False]
+        wait_until(lambda: not is_there(int(first.name.removeprefix("child_"))))
+    finally:
+        servers.close()
 
 
 def test_a_judge_whose_server_does_not_start_says_why(tmp_path: Path):

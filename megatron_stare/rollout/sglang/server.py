@@ -244,7 +244,7 @@ class Server:
 
     async def _admit_when_ready(self) -> None:
         """Poll until the server answers and is not paused, then admit it."""
-        patience = _StartPatience(self.process, self.settings.start_timeout)
+        patience = StartPatience(self.process, self.settings.start_timeout)
         resumed = False
         while True:
             if self.process is not None and not self.process.alive():
@@ -291,7 +291,7 @@ class Server:
             )
 
 
-class _StartPatience:
+class StartPatience:
     """The time that a start may take: `seconds` from the last time that a launched server's log
     grew, and MOST_STARTS times as long in all. An attached server has no log here.
     """

@@ -195,7 +195,7 @@ def test_a_start_may_take_as_long_as_its_log_grows(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     process = ServerProcess(["true"], "unread", [], tmp_path / "log.txt", "127.0.0.1")
     process.process.wait()
-    silent, moving = module._StartPatience(None, 600.0), module._StartPatience(process, 600.0)
+    silent, moving = module.StartPatience(None, 600.0), module.StartPatience(process, 600.0)
     assert not silent.ended() and not moving.ended()
     for now in (500.0, 1000.0, 1500.0):
         write(f"Loading safetensors checkpoint shards: {now}\n")

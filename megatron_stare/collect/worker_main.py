@@ -282,13 +282,17 @@ class WorkerProcess:
             group.add_done_callback(functools.partial(self._send_group, prompt.index))
 
     def _send_group(self, index: int, done: Future[Any]) -> None:
-        """Send a judged group, or the error that ended it."""
-        error, counts = done.exception(), dict(self.worker.counts())
-        if error is not None:
-            self.channel.send((GROUP, index, counts, described(error)))
-            return
-        rollouts = [each for each in done.result().rollouts if isinstance(each, Rollout)]
-        self.channel.send((GROUP, index, counts, None), memory_of(map(frame, rollouts)))
+        """Send a judged group, or the error that ended it or its sending: a future would only log
+        what this callback raises.
+        """
+        payload: BinaryIO | None = None
+        error: tuple[str, str] | None = None
+        try:
+            rollouts = [each for each in done.result().rollouts if isinstance(each, Rollout)]
+            payload = memory_of(map(frame, rollouts))
+        except BaseException as fault:
+            error = described(fault)
+        self.channel.send((GROUP, index, dict(self.worker.counts()), error), payload)
 
 
 def divided(config: Config, count: int) -> Config:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import multiprocessing
 import os
 import threading
+from concurrent.futures import Future
+from typing import Any
+from unittest.mock import Mock
+
+import numpy
+import pytest
 
 from megatron_stare.collect.journal import frame, whole_frames
-from megatron_stare.collect.worker_main import Channel, memory_of
+from megatron_stare.collect.worker_main import GROUP, Channel, WorkerProcess, memory_of
+from megatron_stare.records import Group, Prompt
 from tests.collect.test_journal import rollout
 
 
@@ -26,6 +35,27 @@ def test_two_ends_that_both_send_first_do_not_deadlock():
     assert ours.receive() == theirs.receive() == (content, b"")
     ours.close()
     theirs.close()
+
+
+@pytest.mark.parametrize("fault", ["a value that JSON lacks", "no descriptor is left"])
+def test_a_group_that_cannot_be_sent_is_an_error_of_its_prompt(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A future only logs what its callbacks raise: the trainer would wait for ever."""
+    sent, worker = list[Any](), object.__new__(WorkerProcess)
+    worker.channel, worker.worker = Mock(send=lambda *given: sent.append(given)), Mock()
+    worker.worker.counts = lambda: {"journal_rollouts": 1}
+    found = rollout(1, 1)
+    if fault == "a value that JSON lacks":
+        found = dataclasses.replace(found, episode={"score": numpy.float32(1)})
+    else:
+        monkeypatch.setattr(os, "memfd_create", Mock(side_effect=OSError(24, "Too many open")))
+    group: Future[Any] = Future()
+    group.add_done_callback(functools.partial(worker._send_group, 3))
+    group.set_result(Group(Prompt(3, (1,), ""), (found,)))
+    (((kind, index, counts, error), payload),) = sent
+    assert (kind, index, counts, payload) == (GROUP, 3, {"journal_rollouts": 1}, None)
+    assert error[0] == ("TypeError" if fault.startswith("a value") else "OSError")
 
 
 def test_kept_groups_hold_no_open_file():

@@ -236,7 +236,8 @@ class RolloutBuffer:
         open_ = sorted({*waiting, *(group.prompt.index for group in other)})
         self.stream.position, self._surprisal = state["position"], state["surprisal"]
         self.history = PromptHistory(state["history"])
-        size = 0 if self.streamed or other else len(ahead)
+        # Only one_step_off trains a batch of the weights before; else it must be fresh enough.
+        size = len(ahead) if self._one_step_off and not other else 0
         self.ready = scatter_groups(usable[size:], self.topology, [0] if self.streamed else ())
         if not self.streamed:
             self.waiting = open_

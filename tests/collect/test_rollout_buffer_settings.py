@@ -66,6 +66,17 @@ def test_stored_groups_of_other_settings_are_sampled_again(
     assert rows_of(other)[-1]["changed_rollouts_dropped"] > 0
 
 
+def test_a_batch_that_was_sampled_ahead_is_too_old_for_a_run_on_policy(
+    tmp_path: Path, topology: Topology
+) -> None:
+    options = (*WAYS["ahead"], f"train.num_rollout={2 * HALF}", f"run.save_interval={HALF}")
+    trained(small_config(tmp_path, *options), topology, stops=True)
+    other = small_config(tmp_path, *options, "rollout.asynchrony=on_policy")
+    for step, groups in enumerate(trained(other, topology), HALF):
+        assert {one.oldest_version for group in groups for one in group.rollouts} == {step}
+    assert [row.get("stale_groups_dropped") for row in rows_of(other)] == [0, 0, 4, 0]
+
+
 @pytest.mark.parametrize("way", ["ahead", "rounds"])
 def test_stored_groups_of_another_size_are_sampled_again(
     way: str, tmp_path: Path, topology: Topology

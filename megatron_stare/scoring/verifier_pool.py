@@ -293,7 +293,7 @@ class _VerifierProcess:
 
     def _started(self) -> tuple[str, str]:
         """The first message of the process, once its verifiers are loaded. _Fault: none comes, in
-        _LONGEST times _START_SECONDS if it waits for a processor.
+        _LONGEST times _START_SECONDS if it waits for a processor or a disk.
         """
         for _ in range(_LONGEST):
             if self.connection.poll(_START_SECONDS) or not self._is_runnable():
@@ -327,10 +327,12 @@ class _VerifierProcess:
             (provisional,) = message
 
     def _is_runnable(self) -> bool:
-        """Whether the process computes or waits for a processor: it neither sleeps nor stops."""
+        """Whether the process computes, or waits for a processor or a disk: it neither sleeps nor
+        stops.
+        """
         with contextlib.suppress(OSError):
             stat = Path(f"/proc/{self.process.pid}/stat").read_bytes()
-            return stat.rpartition(b")")[2].split()[0] == b"R"
+            return stat.rpartition(b")")[2].split()[0] in (b"R", b"D")
         return False
 
     def _processor_seconds(self) -> float:

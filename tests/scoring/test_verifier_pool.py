@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -168,6 +169,17 @@ def test_a_process_that_never_gets_a_processor_is_given_up(
         [verdict] = obey(pool, "own fault:busy")
     assert (verdict.verdict, verdict.kills) == ("unverifiable", 2)
     assert len(looks) <= 2 * (1 + 5), "two attempts, a look before each and at five deadlines"
+
+
+@pytest.mark.parametrize(("state", "waits"), [("R", True), ("D", True), ("S", False), ("T", False)])
+def test_a_process_that_waits_for_a_disk_is_not_stuck(
+    state: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first import from a network file system takes minutes."""
+    monkeypatch.setattr(Path, "read_bytes", lambda path: f"7 (a) b) {state} 1 7".encode())
+    process = object.__new__(_VerifierProcess)
+    process.process = Mock(pid=7)
+    assert process._is_runnable() is waits
 
 
 def test_many_faults_are_judged_one_by_one() -> None:

@@ -17,7 +17,7 @@ from megatron_stare.rollout.agents.chat import (
     stop_texts,
 )
 from megatron_stare.rollout.agents.messages import BadCall, Message, checked
-from megatron_stare.rollout.tools.calls import Tool
+from megatron_stare.rollout.tools.calls import Tool, strict_json
 
 IGNORED = ("temperature", "top_p", "top_k", "thinking")
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -92,8 +92,8 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
 
 def _input_of(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = strict_json(text)
+    except ValueError:
         found = None
     return found if isinstance(found, dict) else {_RAW: text}
 

@@ -18,7 +18,7 @@ import functools
 import json
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from aiohttp import web
@@ -45,6 +45,8 @@ DIALECTS = {
 # take longer than that; an end that has arrived is read, and its handler called, within three.
 NOTICE_SECONDS, NOTICE_ROUNDS = 0.01, 5
 _NO_RETRY = {"x-should-retry": "false"}
+# of a request, its body, and the session that it names
+Answer = Callable[[web.Request, str, AgentSession], Awaitable[web.StreamResponse]]
 
 
 class Endpoint:
@@ -64,10 +66,10 @@ class Endpoint:
         for prefix in ("", "/s/{key}"):
             for path, dialect in DIALECTS.items():
                 answer = functools.partial(self._answer, dialect)
-                app.router.add_post(f"{prefix}/{path}", answer)
+                app.router.add_post(f"{prefix}/{path}", self._for_session(answer))
             for path in ("tokenize", "v1/tokenize", "v1/messages/count_tokens"):
-                app.router.add_post(f"{prefix}/{path}", self._tokenize)
-            app.router.add_get(f"{prefix}/v1/models", self._models)
+                app.router.add_post(f"{prefix}/{path}", self._for_session(self._tokenize))
+            app.router.add_get(f"{prefix}/v1/models", self._for_session(self._models))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         # Hundreds of episodes connect at the same time; a full queue of the kernel resets some.
@@ -97,56 +99,58 @@ class Endpoint:
         if len(self._over) > MOST_KEYS:
             del self._over[next(iter(self._over))]
 
-    async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        body = await request.text()
-        found = self._session(request, body)
-        if isinstance(found, web.Response):
-            return found
-        try:
-            call = _call_of(dialect, _json(body))
-            retries = (request.headers.get("x-stainless-retry-count") or "0") != "0"
-            alive = _liveness(request)
-            if found.knows(body):
-                await asyncio.sleep(NOTICE_SECONDS)
-                for _ in range(NOTICE_ROUNDS):
-                    await asyncio.sleep(0)
-                if not alive():
-                    raise ConnectionError
-                if found.closed or found.ended:
-                    return self._late(found.ended)
-            delivery = found.ask(call, body, retries, alive)
-            return await _answered(request, dialect, call, delivery, self.heartbeat_seconds)
-        except BadCall as error:
-            return _refused(error)
-        except ConnectionError:  # the client is gone; it may ask again
-            self.counts["lost_connections"] += 1
-            return web.Response()
+    def _for_session(self, answer: Answer) -> Callable[[web.Request], Any]:
+        """A handler of requests: the answer for the session that a request names, or a refusal."""
 
-    async def _tokenize(self, request: web.Request) -> web.Response:
+        async def handled(request: web.Request) -> web.StreamResponse:
+            try:
+                body = await _text(request)
+                found = self._session(request, body)
+                if isinstance(found, web.Response):
+                    return found
+                return await answer(request, body, found)
+            except BadCall as error:
+                return _refused(error)
+            except ConnectionError:  # the client is gone; it may ask again
+                self.counts["lost_connections"] += 1
+                return web.Response()
+
+        return handled
+
+    async def _answer(
+        self, dialect: Dialect, request: web.Request, body: str, session: AgentSession
+    ) -> web.StreamResponse:
+        call = _call_of(dialect, _json(body))
+        retries = (request.headers.get("x-stainless-retry-count") or "0") != "0"
+        alive = _liveness(request)
+        if session.knows(body):
+            await asyncio.sleep(NOTICE_SECONDS)
+            for _ in range(NOTICE_ROUNDS):
+                await asyncio.sleep(0)
+            if not alive():
+                raise ConnectionError
+            if session.closed or session.ended:
+                return self._late(session.ended)
+        delivery = session.ask(call, body, retries, alive)
+        return await _answered(request, dialect, call, delivery, self.heartbeat_seconds)
+
+    async def _tokenize(
+        self, request: web.Request, body: str, session: AgentSession
+    ) -> web.Response:
         """The ids of messages, and their number in the words of both dialects that ask for it."""
-        body = await request.text()
-        found = self._session(request, body)
-        if isinstance(found, web.Response):
-            return found
-        try:
-            dialect = ANTHROPIC if request.path.endswith("count_tokens") else CHAT
-            asked = _json(body)
-            call = _call_of(dialect, asked)
-            begin = asked.get("add_generation_prompt", True) is not False
-            ids = found.renderer.prompt(call.messages, call.tools, begin).tolist()
-        except BadCall as error:
-            return _refused(error)
+        dialect = ANTHROPIC if request.path.endswith("count_tokens") else CHAT
+        asked = _json(body)
+        call = _call_of(dialect, asked)
+        begin = asked.get("add_generation_prompt", True) is not False
+        ids = session.renderer.prompt(call.messages, call.tools, begin).tolist()
         count = {"count": len(ids), "input_tokens": len(ids), "max_model_len": self.context_length}
         return web.json_response({**count, "tokens": ids})
 
-    async def _models(self, request: web.Request) -> web.Response:
-        found = self._session(request)
-        if isinstance(found, web.Response):
-            return found
+    async def _models(self, request: web.Request, body: str, session: AgentSession) -> web.Response:
         model = {"id": "policy", "object": "model", "max_model_len": self.context_length}
         return web.json_response({"object": "list", "data": [model]})
 
-    def _session(self, request: web.Request, body: str = "") -> AgentSession | web.Response:
+    def _session(self, request: web.Request, body: str) -> AgentSession | web.Response:
         keys = [
             request.match_info.get("key", ""),
             request.headers.get("Authorization", "").removeprefix("Bearer ").strip(),
@@ -170,6 +174,14 @@ class Endpoint:
         self.counts["late_calls"] += 1
         error = error_of("the episode is over", ENDED)
         return web.json_response(error, status=409, headers=_NO_RETRY)
+
+
+async def _text(request: web.Request) -> str:
+    """The body. BadCall: it is not UTF-8, as JSON is. ConnectionError: it did not arrive."""
+    try:
+        return (await request.read()).decode()
+    except UnicodeDecodeError as error:
+        raise BadCall(f"the body is not UTF-8 ({error})") from None
 
 
 def _json(body: str) -> dict[str, Any]:
@@ -200,7 +212,9 @@ def _in_metadata(body: str) -> str:
 
 
 def _liveness(request: web.Request) -> Callable[[], bool]:
-    return lambda: request.transport is not None and not request.transport.is_closing()
+    # The connection alone: a session has the function until its end, and a request has its body.
+    transport = request.transport
+    return lambda: transport is not None and not transport.is_closing()
 
 
 def _refused(error: BadCall) -> web.Response:

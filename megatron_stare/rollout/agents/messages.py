@@ -31,7 +31,7 @@ import numpy
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.rollout.episodes import ChatTemplate, TemplateError
-from megatron_stare.rollout.tools.calls import CALL, Tool, ToolFormat
+from megatron_stare.rollout.tools.calls import CALL, Tool, ToolCall, ToolFormat, strict_json
 
 Message = dict[str, Any]
 _FORMAT = frozenset({"null", "parts", "whitespace", "arguments", "keys"})
@@ -39,7 +39,7 @@ TOLERANCES = {"none": frozenset(), "format": _FORMAT, "format+reasoning": _FORMA
 ROLES = {"system", "user", "assistant", "tool"}
 _REASONING = ("reasoning_content", "reasoning")
 _KNOWN = {"role", "content", "tool_calls", "tool_call_id", *_REASONING}
-_RAW_ARGUMENTS = re.compile(r'"arguments"\s*:\s*(.*)\}\s*\Z', re.DOTALL)
+_ARGUMENTS = re.compile(r'"arguments"\s*:')
 THINK, END_OF_THINK = "<think>", "</think>"
 
 
@@ -93,13 +93,13 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:
-    """A call's arguments as a value; the text itself where it is not JSON."""
+    """A call's arguments as a value; the text itself where it is not JSON that any code can use."""
     text = call["function"].get("arguments", "")
     if not isinstance(text, str):
         return text
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return strict_json(text)
+    except ValueError:
         return text
 
 
@@ -164,6 +164,14 @@ def _by_value(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _raw_arguments(body: str) -> str:
+    """The arguments in a call's JSON, as the model wrote them; all of the call if it has none."""
+    found, whole = _ARGUMENTS.search(body), body.rstrip()
+    if found is None or not whole.endswith("}"):
+        return body
+    return whole[found.end() : -1].lstrip()
+
+
 @dataclass(frozen=True)
 class Turn:
     """The model's text of one turn."""
@@ -222,8 +230,16 @@ class Renderer:
         plain = [self._plain(message) for message in messages]
         return numpy.array(self.template.ids_after_turn(plain, last_id, closing), numpy.int32)
 
-    def turn(self, ids: Sequence[int], prompt: numpy.ndarray, stop: Sequence[str]) -> Turn:
-        """The model's text up to its end of turn or the first stop text."""
+    def turn(
+        self,
+        ids: Sequence[int],
+        prompt: numpy.ndarray,
+        stop: Sequence[str],
+        tools: Sequence[Tool] = (),
+    ) -> Turn:
+        """The model's text up to its end of turn or the first stop text. Without `tools` there are
+        no calls: text in their form is text, which an agent may read itself.
+        """
         ids = list(ids)
         if ids and ids[-1] in self._special:
             ids.pop()
@@ -241,28 +257,34 @@ class Renderer:
         elif END_OF_THINK in text:  # the template had opened it further back
             reasoning, _, text = text.partition(END_OF_THINK)
             reasoning, text = reasoning.strip("\n"), text.lstrip("\n")
-        content, calls, malformed = self._calls(text)
+        content, calls, malformed = self._calls(text, tools) if tools else (text, [], 0)
         if text.rfind("<tool_call>") > text.rfind("</tool_call>"):
             closing += "</tool_call>"
         return Turn(content, reasoning, calls, malformed, closing)
 
-    def _calls(self, text: str) -> tuple[str, list[tuple[str, str]], int]:
+    def _calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[tuple[str, str]], int]:
         """Each call by itself: a broken one does not take the others with it."""
         calls: list[tuple[str, str]] = []
         malformed, content, end = 0, "", 0
         for match in CALL.finditer(text):
             content += text[end : match.start()]
             end = match.end()
-            for call in self.form.read(match[0], ()):
+            for call in self._read(match[0], tools):
                 malformed += bool(call.error)
                 if not call.error:
                     calls.append((call.name, json.dumps(call.arguments)))
                 elif call.name:
-                    raw = _RAW_ARGUMENTS.search(match[1])
-                    calls.append((call.name, raw[1] if raw else match[1]))
+                    calls.append((call.name, _raw_arguments(match[1])))
                 else:
                     content += match[0]
         return (content + text[end:]).strip("\n") if calls else text, calls, malformed
+
+    def _read(self, text: str, tools: Sequence[Tool]) -> list[ToolCall]:
+        """The calls in a text. A value that is not of its tool's type stays text: the agent's tool
+        may say better what it needs.
+        """
+        calls = self.form.read(text, tools)
+        return self.form.read(text, ()) if any(call.error for call in calls) else calls
 
     def _plain(self, message: Message) -> Message:
         """A message as templates take it: a text, and arguments as values."""

@@ -223,6 +223,8 @@ class AgentSession:
         self.counts.update({f"ignored/{name}": 1 for name in call.ignored})
         self.counts["asked"] += 1
         found = Delivery(asyncio.ensure_future(self._answered(call)), alive)
+        # An error is of no interest where the client has left; asyncio would log it.
+        found.answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         same.append(found)
         return found
 
@@ -266,12 +268,13 @@ class AgentSession:
             sampled = await self._sampled(prompt, limits)
         finally:
             self._begun.remove(begun)
-        turn = self.renderer.turn(sampled.response_ids.tolist(), prompt, limits.stop)
+        tokens = sampled.response_ids.tolist()
+        turn = self.renderer.turn(tokens, prompt, limits.stop, call.tools)
         number = len(self.tree.nodes)
         message: Message = {"role": "assistant", "content": turn.content}
         if turn.reasoning:
             message["reasoning_content"] = turn.reasoning
-        if turn.calls and call.tools:
+        if turn.calls:
             message["content"] = turn.content or None
             message["tool_calls"] = [
                 {

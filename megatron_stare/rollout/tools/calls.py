@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -155,7 +156,7 @@ def _spoken(text: str) -> str:
 
 def _hermes_call(body: str, closed: bool) -> ToolCall:
     try:
-        call = _json(body)
+        call = strict_json(body)
     except ValueError as error:
         unclosed = "" if closed else "there is no </tool_call>, and "
         return _wrong(
@@ -173,7 +174,7 @@ def _hermes_call(body: str, closed: bool) -> ToolCall:
     arguments = call.get("arguments", {})
     if isinstance(arguments, str):  # some models write the arguments as JSON inside a string
         try:
-            arguments = _json(arguments)
+            arguments = strict_json(arguments)
         except ValueError as error:
             return _wrong(
                 f'{name}: "arguments" is a string that holds no JSON ({error}); {_HERMES_FORM}',
@@ -197,10 +198,7 @@ def _xml_call(body: str, tools: Sequence[Tool]) -> ToolCall:
         return _wrong(
             f"{name}: unexpected {_short(body[function.end() :].strip())!r} after </function>", name
         )
-    types = {}
-    for tool in tools:
-        if tool["function"]["name"] == name:
-            types = tool["function"].get("parameters", {}).get("properties", {})
+    types = _types_of(name, tools)
     arguments: dict[str, Any] = {}
     position, inside = 0, function[2].rstrip()
     while position < len(inside):
@@ -211,15 +209,25 @@ def _xml_call(body: str, tools: Sequence[Tool]) -> ToolCall:
                 name,
             )
         key, value = parameter[1].strip(), parameter[2].removeprefix("\n").removesuffix("\n")
-        wanted = types.get(key, {}).get("type", "string")
+        wanted = types.get(key, "string")
         try:
-            arguments[key] = value if _fits("", wanted) else _json(value)
+            arguments[key] = value if _fits("", wanted) else strict_json(value)
         except ValueError:
             return _wrong(
                 f"{name}: {key} must be {_types(wanted)} in JSON, not {_short(value)!r}", name
             )
         position = parameter.end()
     return ToolCall(name, arguments)
+
+
+def _types_of(name: str, tools: Sequence[Tool]) -> dict[str, str | Sequence[str]]:
+    """The types of a tool's arguments that its schema names. An agent may send any schema."""
+    found = [
+        tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name
+    ]
+    properties = found[-1].get("properties") if found and isinstance(found[-1], dict) else None
+    named = properties.items() if isinstance(properties, dict) else ()
+    return {key: its["type"] for key, its in named if isinstance(its, dict) and its.get("type")}
 
 
 def _code_calls(text: str) -> Iterator[ToolCall]:
@@ -249,9 +257,9 @@ def _without_fence(code: str) -> str:
     return whole[opened.end() : -3].rstrip(" \t").removesuffix("\n")
 
 
-def _json(text: str) -> Any:
-    """The value; ValueError, in few words, for anything that is not strict JSON,
-    nests too deep, or holds what is not text or a number without end.
+def strict_json(text: str) -> Any:
+    """The value; ValueError, in few words, for anything that is not strict JSON, nests too deep, or
+    holds what is no text, a number without end, or one beyond all floats.
     """
 
     def refuse(constant: str) -> None:
@@ -262,8 +270,15 @@ def _json(text: str) -> Any:
             raise ValueError(f"a number of {len(digits)} digits is too long")
         return int(digits)
 
+    def fraction(digits: str) -> float:
+        if math.isinf(value := float(digits)):
+            raise ValueError(f"{_short(digits)} is too large a number")
+        return value
+
     try:
-        value = json.loads(text, parse_constant=refuse, parse_int=integer, strict=False)
+        value = json.loads(
+            text, parse_constant=refuse, parse_int=integer, parse_float=fraction, strict=False
+        )
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos}") from None
     except RecursionError:

@@ -39,6 +39,11 @@ MESSAGES: list[Message] = [
         "tool_calls": calls('{"c": 1}'),
     },
     {"role": "assistant", "content": None, "tool_calls": calls("{}", "[1]", "{broken", '"text"')},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": calls('{"a": 1e999}', '{"a": NaN}', '{"a": "\\ud800"}'),
+    },
 ]
 
 
@@ -46,6 +51,7 @@ MESSAGES: list[Message] = [
 def test_a_served_turn_comes_back_as_itself(message: Message):
     answer = answered(**message)
     body = anthropic.body_of(ModelCall([]), answer)
+    json.dumps(body, ensure_ascii=False, allow_nan=False).encode()  # as clients read it
     events = [
         json.loads(line.removeprefix("data: "))
         for event in anthropic.events_of(ModelCall([]), answer)

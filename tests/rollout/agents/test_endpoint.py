@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -61,7 +62,7 @@ class Client:
         key = self.session.key if key is None else key
         headers = {"Authorization": f"Bearer {key}"} | headers
         url = f"{self.endpoint.url}{path}/chat/completions"
-        data = body if isinstance(body, str) else json.dumps(body)
+        data = body if isinstance(body, str | bytes) else json.dumps(body)
         async with self.http.post(url, data=data, headers=headers) as answer:
             text = await answer.text()
             assert answer.status != 429
@@ -153,6 +154,8 @@ def test_ten_thousand_unknown_keys_sample_nothing(tokenizer: PreTrainedTokenizer
     ("body", "said"),
     [
         ("no json", "not JSON"),
+        (b'{"messages": "\xff"}', "not UTF-8"),
+        (json.dumps(ASKED).encode("utf-16"), "not UTF-8"),
         ("[1]", "JSON object"),
         ({}, "messages"),
         ({**ASKED, "n": 2}, "n=2"),
@@ -316,6 +319,35 @@ def test_an_episode_that_ends_after_its_client_left_is_no_error_of_the_server(
     assert not caplog.records
 
 
+def test_clients_that_are_killed_leave_no_error_in_the_log(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+):
+    """One while its request arrives, another one while it waits; then the episode ends."""
+
+    async def play() -> None:
+        async with Client(tokenizer, lambda *_: "12<|end|>") as client:
+            client.inner.held = True
+            url = f"{client.endpoint.url}/v1/chat/completions"
+            headers = {"Authorization": f"Bearer {client.session.key}"}
+            _, writer = await asyncio.open_connection("127.0.0.1", int(url.split("/")[2][10:]))
+            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+            writer.write(head.encode())
+            await writer.drain()
+            async with client.http.post(url, json=ASKED, headers=headers) as answer:
+                await answer.content.readany()
+                answer.close()
+            writer.close()
+            while client.endpoint.counts["lost_connections"] < 2:
+                await asyncio.sleep(0.01)
+            client.session.end()
+            client.inner.abort()
+            await asyncio.sleep(0.2)
+
+    asyncio.run(play())
+    gc.collect()
+    assert not caplog.records
+
+
 def test_parallel_calls_do_not_depend_on_the_order_of_their_arrival(
     tokenizer: PreTrainedTokenizerBase,
 ):
@@ -331,6 +363,21 @@ def test_parallel_calls_do_not_depend_on_the_order_of_their_arrival(
             }
 
     assert asyncio.run(seeds([0, 1, 2, 3])) == asyncio.run(seeds([3, 1, 0, 2]))
+
+
+def test_without_tools_a_call_is_text_that_the_agent_reads_itself(
+    tokenizer: PreTrainedTokenizerBase,
+):
+    async def play() -> None:
+        async with Client(tokenizer, lambda *_: CALL) as client:
+            _, plain = await client.post(ASKED)
+            message = plain["choices"][0]["message"]
+            assert message == {"role": "assistant", "content": CALL.removesuffix("<|end|>")}
+            _, offered = await client.post({**ASKED, "tools": [TOOL]})
+            (call,) = offered["choices"][0]["message"]["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"expression": "6*7"}
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize(("most", "status"), [(1, 400), (2, 200)])

@@ -79,6 +79,7 @@ def test_hermes_calls_are_read(text, calls):
         ('{"name": "f", "arguments": [1]}', '"arguments" must be a JSON object, not [1]'),
         ('{"name": "f", "arguments": "x"}', '"arguments" is a string that holds no JSON'),
         ('{"name": "f", "arguments": {"x": NaN}}', "NaN is not a JSON value"),
+        ('{"name": "f", "arguments": {"x": -1e999}}', "-1e999 is too large a number"),
         ("[" * 100_000, "nested too deep"),
         ('{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}", "not a JSON object"),
         ("", "not a JSON object"),

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
+
 from megatron_stare.rollout.agents.messages import BadCall, Message, checked
 from megatron_stare.rollout.tools.calls import Tool
 
@@ -61,9 +63,10 @@ class ModelAnswer:
     model: str
     message: Message
     finish_reason: str  # stop, length or tool_calls
-    prompt_ids: list[int]
-    ids: list[int]  # sampled
-    values: list[float]  # their log-probs
+    # Arrays: a session keeps its answers, for clients that ask again.
+    prompt_ids: numpy.ndarray
+    ids: numpy.ndarray  # sampled
+    values: numpy.ndarray  # their log-probs
     texts: list[str]  # theirs, if the call asks for log-probs
 
 
@@ -162,12 +165,13 @@ def body_of(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
         choice["logprobs"] = {
             "content": [
                 {"token": token, "logprob": value, "bytes": None, "top_logprobs": []}
-                for token, value in zip(answer.texts, answer.values, strict=True)
+                for token, value in zip(answer.texts, answer.values.tolist(), strict=True)
             ]
         }
     own: dict[str, Any] = {}
     if call.return_ids:
-        choice["token_ids"], own = answer.ids, {"prompt_token_ids": answer.prompt_ids}
+        choice["token_ids"] = answer.ids.tolist()
+        own["prompt_token_ids"] = answer.prompt_ids.tolist()
     return own | {
         "id": f"chatcmpl-{answer.id}",
         "object": "chat.completion",
@@ -243,12 +247,13 @@ def _read_ids(body: Mapping[str, Any]) -> ModelCall:
 
 
 def _ids_body(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
-    pairs = zip(answer.ids, answer.values, strict=True)
+    ids, values = answer.ids.tolist(), answer.values.tolist()
+    pairs = zip(ids, values, strict=True)
     content = [{"token": f"token_id:{one}", "logprob": value} for one, value in pairs]
     reason = "length" if answer.finish_reason == "length" else "stop"
     choice = {
         "index": 0,
-        "token_ids": answer.ids,
+        "token_ids": ids,
         "logprobs": {"content": content},
         "finish_reason": reason,
     }

@@ -59,7 +59,11 @@ class Node:
     identities: list[tuple[Any, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.parent is not None:
+            self.messages = _shared(self.parent.history, self.messages)
         self.identities = [identity(message) for message in self.history]
+        if self.parent is not None:
+            self.identities = _shared(self.parent.identities, self.identities)
 
     @property
     def history(self) -> list[Message]:
@@ -70,6 +74,14 @@ class Node:
     def ids(self) -> numpy.ndarray:
         """All tokens up to the end of the answer."""
         return numpy.concatenate([self.prompt_ids, self.sampled.response_ids])
+
+
+def _shared[T](known: Sequence[T], own: list[T]) -> list[T]:
+    """`own`, with the objects of `known` where they are equal: every call of an episode comes with
+    the whole history, which memory then holds once.
+    """
+    pairs = zip(known, own, strict=False)
+    return [one if one == other else other for one, other in pairs] + own[len(known) :]
 
 
 class CallTree:
@@ -298,16 +310,16 @@ class AgentSession:
         if node.answer.get("tool_calls"):
             finish = "tool_calls"
         decode = self.renderer.tokenizer.decode
-        tokens = node.sampled.response_ids.tolist()
+        ids = node.sampled.response_ids
         return ModelAnswer(
             f"{digest(self.key, 8)}_{number}",
             call.model or "policy",
             node.answer,
             finish,
-            node.prompt_ids.tolist(),
-            tokens,
-            node.sampled.logprobs.tolist(),
-            [decode([one]) for one in tokens] if call.logprobs else [],
+            node.prompt_ids,
+            ids,
+            node.sampled.logprobs,
+            [decode([one]) for one in ids.tolist()] if call.logprobs else [],
         )
 
     def _with_history(self, call: ModelCall) -> ModelCall:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy
 import pytest
 
 from megatron_stare.rollout.agents import anthropic
@@ -17,9 +18,8 @@ ASKED = {"role": "user", "content": "go"}
 
 
 def answered(**message: Any) -> ModelAnswer:
-    return ModelAnswer(
-        "0", "policy", {"role": "assistant", **message}, "stop", [1] * 3, [2] * 4, [0.0] * 4, []
-    )
+    own = {"role": "assistant", **message}
+    return ModelAnswer("0", "policy", own, "stop", numpy.ones(3), numpy.ones(4), numpy.zeros(4), [])
 
 
 def calls(*arguments: str) -> list[dict[str, Any]]:

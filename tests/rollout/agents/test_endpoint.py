@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import gc
 import json
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,10 +50,10 @@ class Client:
         await self.http.close()
         await self.endpoint.close()
 
-    def another(self) -> AgentSession:
+    def another(self, context: int = 256) -> AgentSession:
         renderer = Renderer(self.tokenizer, FORMATS["hermes"])
         own = request(self.tokenizer)
-        session = AgentSession(self.inner, renderer, self.settings, own, PARAMS, 256)  # type: ignore[arg-type]
+        session = AgentSession(self.inner, renderer, self.settings, own, PARAMS, context)  # type: ignore[arg-type]
         self.endpoint.open(session)
         return session
 
@@ -363,6 +364,40 @@ def test_parallel_calls_do_not_depend_on_the_order_of_their_arrival(
             }
 
     assert asyncio.run(seeds([0, 1, 2, 3])) == asyncio.run(seeds([3, 1, 0, 2]))
+
+
+def test_a_long_episode_holds_its_history_once(tokenizer: PreTrainedTokenizerBase):
+    """Its calls come with it; hundreds of episodes run at the same time."""
+    turns, letters = 16, 4000
+
+    async def play() -> int:
+        async with Client(tokenizer, lambda *_: CALL) as client:
+            key = client.another(1 << 20).key
+            messages = list(ASKED["messages"])
+            gc.collect()
+            tracemalloc.start()
+            before, _ = tracemalloc.get_traced_memory()
+            for turn in range(turns):
+                body = {"messages": messages, "tools": [TOOL], "temperature": 1.0}
+                _, answer = await client.post(body, key)
+                messages.append(answer["choices"][0]["message"])
+                text = str(turn % 10) * letters
+                client.inner.log.clear()
+                client.inner.requests.clear()
+                call = messages[-1]["tool_calls"][0]["id"]
+                messages.append({"role": "tool", "tool_call_id": call, "content": text})
+            del messages, body, answer, text
+            gc.collect()
+            after, _ = tracemalloc.get_traced_memory()
+            assert len(client.endpoint.sessions[key].tree.nodes) == turns
+            return after - before
+
+    try:
+        held = asyncio.run(play())
+    finally:
+        tracemalloc.stop()
+    prompts = 4 * sum(letters * turn for turn in range(turns))  # int32; a letter is a token
+    assert held < 1.5 * prompts, held
 
 
 def test_without_tools_a_call_is_text_that_the_agent_reads_itself(

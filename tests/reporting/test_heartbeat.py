@@ -49,7 +49,7 @@ def test_a_thread_in_a_loop_of_long_writes_moves_and_one_in_a_write_without_end_
 
     with heartbeat.waiting():
         for _ in range(3):
-            wait_until(still=True)  # nobody reads
+            wait_until(still=True)  # no process reads
             left = size
             while left:
                 left -= len(os.read(arrives, left))

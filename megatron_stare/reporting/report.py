@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import itertools
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -134,8 +135,9 @@ def watch(directories: Sequence[Path], port: int) -> None:
 HOST = "127.0.0.1"
 _WATCHED = (
     *("metrics.jsonl", "alarms.jsonl", "starts.jsonl", "summary.json", "config.yaml"),
-    "step_*.json.gz",
+    "diagnostics/step_*.json.gz",
 )
+_RUNS = ("", "seed*/*/")  # of a directory: itself, and the runs of a comparison
 
 
 class LivePage:
@@ -160,14 +162,13 @@ class LivePage:
     def _state(self) -> list[tuple[str, int, int]]:
         """Name, time and size of every file that the page is made of."""
         found = []
-        for directory in self.directories:
-            for pattern in _WATCHED:
-                for path in directory.rglob(pattern):
-                    try:
-                        status = path.stat()
-                    except FileNotFoundError:  # replaced at this moment: the next look sees it
-                        continue
-                    found.append((str(path), status.st_mtime_ns, status.st_size))
+        for directory, run, name in itertools.product(self.directories, _RUNS, _WATCHED):
+            for path in directory.glob(run + name):  # records and checkpoints have many files
+                try:
+                    status = path.stat()
+                except FileNotFoundError:  # replaced at this moment: the next look sees it
+                    continue
+                found.append((str(path), status.st_mtime_ns, status.st_size))
         return sorted(found)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks._synthetic_run import write_run
 from megatron_stare.config import UserError
-from megatron_stare.reporting.report import server
+from megatron_stare.reporting.report import LivePage, server
 
 
 @pytest.fixture
@@ -43,6 +43,16 @@ def test_the_page_changes_with_its_files_and_only_then(served):
     (directory / "metrics.jsonl").write_text('{"step": }\n{"step": 1}\n')
     status, _, body = ask(serving)
     assert status == 503 and b"metrics.jsonl:1" in body
+
+
+def test_a_look_at_the_files_does_not_walk_through_records_and_checkpoints(tmp_path):
+    """A long run has a hundred thousand of them, and an open page looks every three seconds."""
+    names = ["metrics.jsonl", "diagnostics/step_00000001.json.gz", "seed0/stare/metrics.jsonl"]
+    for name in [*names, "records/step_00000001/metrics.jsonl"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = [name for name, *_ in LivePage([tmp_path])._state()]
+    assert found == sorted(str(tmp_path / name) for name in names)
 
 
 def test_only_the_page_is_served_and_only_under_its_name(served):

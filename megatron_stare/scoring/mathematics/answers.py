@@ -134,9 +134,11 @@ def math(
             if answer is None:
                 return judged(False, None, exhausted[0] if exhausted else "")
             if len(answer) > max(MAX_CHARACTERS, 4 * len(gold)):
-                short, plain = forms.normalise(answer), forms.normalise(gold)
+                too_long, plain = f"{len(answer)} characters long", forms.normalise(gold)
+                provisionally(judged(False, answer, too_long))
+                short = forms.normalise(" ".join(answer.split()))
                 same = forms.compact(short) == forms.compact(plain)
-                return judged(same, answer, "" if same else f"{len(answer)} characters long")
+                return judged(same, answer, "" if same else too_long)
             right = equal(answer, gold, tolerance, require_evaluated)
         except _UnreadableLabel:
             return unverifiable(

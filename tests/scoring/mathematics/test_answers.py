@@ -298,6 +298,16 @@ def test_a_bomb_is_wrong_at_the_first_kill_and_mostly_not_computed_at_all() -> N
     assert formula.verdict == "wrong" and formula.kills <= 1 and formula.reason
 
 
+@pytest.mark.usefixtures("ahead")
+def test_a_long_answer_gains_nothing_by_the_time_that_its_spelling_takes() -> None:
+    """Without a verdict it would leave the loss."""
+    with contextlib.closing(VerifierPool(SPECS, 2, 3.0, 2048)) as pool:
+        answers = [" " * 100_000 + "!", "~ " * 100_000 + "!"]
+        blanks, ties = pool.judge("math", [Sample(f"\\boxed{{4{one}}}", "4") for one in answers])
+    assert (blanks.verdict, blanks.kills) == ("wrong", 0)
+    assert (ties.verdict, ties.kills) == ("wrong", 1)
+
+
 @pytest.mark.parametrize(
     ("count", "explosive"), [(300, 4), pytest.param(2000, len(EXPLOSIVE), marks=pytest.mark.slow)]
 )

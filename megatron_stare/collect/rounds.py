@@ -179,7 +179,8 @@ def partial_of(state: Tensor) -> PartialRollouts:
 
 def _stored(frames: Iterable[bytes], topology: Topology) -> Tensor | ShardedBytes:
     """The frames of all ranks as one entry of a checkpoint, in rank order. Collective."""
-    part = torch.from_numpy(numpy.array(bytearray(b"".join(frames)), numpy.uint8))
+    # One copy: the frames of a run with long responses are gigabytes.
+    part = torch.from_numpy(numpy.asarray(memoryview(bytearray().join(frames))))
     sizes = topology.gather(len(part))
     if topology.world_size == 1 or not any(sizes):
         return part

@@ -60,7 +60,7 @@ BEAT_SECONDS = 1.0  # between two looks at a process
 STALL_FRACTION = 0.5  # of run.hang_timeout: the replacement comes before the watchdog ends the run
 START_SECONDS = 600.0  # at least, for the first answer
 MOST_DEATHS = 3  # in a row, without a single group in between
-
+_REMEDY = "sample in the trainer's process with rollout.workers_per_node=0"
 
 # Weights for embedded engines: their version; name, dtype and shape of each; their bytes in the
 # same order, in an open file of shared memory.
@@ -246,33 +246,27 @@ class ProcessWorker:
     # --- the thread
 
     def _keep_alive(self) -> None:
-        deaths, number = 0, self.settings.number
+        deaths, name = 0, f"worker process {self.settings.number}"
         while True:
             try:
                 groups = self._run_process()
             except Exception as error:  # otherwise lost with this thread
-                self._fail(
-                    EngineError(
-                        f"worker process {number} could not be started or reached ({error!r}); "
-                        "sample in the trainer's process with rollout.workers_per_node=0"
-                    )
-                )
-                return
+                why = f"{name} could not be started or reached ({error!r}); {_REMEDY}"
+                break
             deaths = 1 if groups else deaths + 1
             if self._closed or self._failure is not None:
                 return
-            ended = f"worker process {number} ended (exit code {self.process.exitcode})"
+            ended = f"{name} ended (exit code {self.process.exitcode})"
             if deaths == MOST_DEATHS:
-                self._fail(
-                    EngineError(
-                        f"{ended}, {deaths} times in a row without a single group; what it wrote "
-                        "stands above; where memory ran out (exit code -9), lower "
-                        "rollout.workers_per_node or scoring.verifier_processes, or sample in the "
-                        "trainer's process with rollout.workers_per_node=0"
-                    )
+                why = (
+                    f"{ended}, {deaths} times in a row without a single group; what it wrote "
+                    "stands above; where memory ran out (exit code -9), lower "
+                    "rollout.workers_per_node or scoring.verifier_processes, or "
+                    f"{_REMEDY}"
                 )
-                return
+                break
             log.warning("%s with %d prompts in flight; it is started again", ended, self.in_flight)
+        self._fail(EngineError(why))
 
     @property
     def in_flight(self) -> int:

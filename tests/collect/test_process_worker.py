@@ -212,6 +212,17 @@ def test_a_stalled_worker_is_found_and_replaced(
     assert len(keys) == len(set(keys)), "what was finished was not sampled again"
 
 
+def await_second_start(directory: Path) -> None:
+    """A process that runs process_worker.main is killed, and started a second time."""
+    config = small_config(directory, "run.hang_timeout=1")
+    settings = WorkerSettings(config, build_worker_parts, 0, 1, 1, None)
+    worker = ProcessWorker(settings, lambda step: {})
+    try:
+        wait_until(lambda: worker.starts == 2)
+    finally:
+        worker.close()
+
+
 def answering(connection: Any, settings: Any) -> None:
     """A process that sends messages all the time, and no beat."""
     channel = Channel(connection)
@@ -225,13 +236,7 @@ def test_a_worker_that_stalls_and_still_sends_messages_is_replaced(
 ):
     monkeypatch.setattr(process_worker, "main", answering)
     monkeypatch.setattr(process_worker, "BEAT_SECONDS", 0.1)
-    config = small_config(tmp_path, "run.hang_timeout=1")
-    settings = WorkerSettings(config, build_worker_parts, 0, 1, 1, None)
-    worker = ProcessWorker(settings, lambda step: {})
-    try:
-        wait_until(lambda: worker.starts == 2)
-    finally:
-        worker.close()
+    await_second_start(tmp_path)
     assert "worker process 0 has not answered for 0.5 s" in caplog.text
 
 
@@ -249,13 +254,7 @@ def test_a_worker_that_stops_in_the_middle_of_a_message_is_replaced(
     monkeypatch.setattr(process_worker, "main", torn)
     monkeypatch.setattr(process_worker, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(process_worker, "START_SECONDS", 1.0)
-    config = small_config(tmp_path, "run.hang_timeout=1")
-    settings = WorkerSettings(config, build_worker_parts, 0, 1, 1, None)
-    worker = ProcessWorker(settings, lambda step: {})
-    try:
-        wait_until(lambda: worker.starts == 2)
-    finally:
-        worker.close()
+    await_second_start(tmp_path)
 
 
 def test_the_wait_for_unfinished_rollouts_is_bounded(

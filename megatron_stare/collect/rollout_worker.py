@@ -122,11 +122,13 @@ def as_engine_error(what: str, error: BaseException) -> Exception:
 
 def sampling_digest(config: Config) -> str:
     """Names the settings that decide what a rollout of a prompt may look like. A rollout of other
-    settings has log-probs, a length limit, tools or a greedy baseline that this run does not have.
+    settings has log-probs, a length limit, tools, an agent or a greedy baseline that this run does
+    not have.
     """
     tools = config.tools if config.tools.environment else None
+    episodes = config.agents if config.agents.active else tools
     greedy = checked_estimator(config.scoring).greedy
-    return digest(repr((training_params(config), tools, greedy)), 8)
+    return digest(repr((training_params(config), episodes, greedy)), 8)
 
 
 def split_by_settings(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_stare.collect.rollout_worker import sampling_digest
-from megatron_stare.config import Config
+from megatron_stare.config import Config, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
@@ -64,6 +64,13 @@ def test_stored_groups_of_other_settings_are_sampled_again(
     seen = {rollout.sampling for groups in steps for group in groups for rollout in group.rollouts}
     assert seen == {sampling_digest(other)}
     assert rows_of(other)[-1]["changed_rollouts_dropped"] > 0
+
+
+def test_another_agent_and_another_tool_limit_are_other_settings() -> None:
+    agents = [["agents.function=a.b.first"], ["agents.function=a.b.other"]]
+    tools = ["tools.environment=calculator"]
+    options = [[], tools, [*tools, "tools.max_turns=3"], *agents]
+    assert len({sampling_digest(override(Config(), each)) for each in options}) == 5
 
 
 def test_a_batch_that_was_sampled_ahead_is_too_old_for_a_run_on_policy(

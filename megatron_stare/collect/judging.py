@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,13 +26,17 @@ def build_judge(config: Config, keep: bool = True) -> Judge:
     in run.dir. UserError for what it cannot work with.
     """
     scoring = config.scoring
-    names = scoring.names
     others: dict[str, RewardBackend] = {}
-    if CODE in names:
-        others[CODE] = CodeRewards(config.sandbox, scoring)
-    if JUDGE in names:
-        others[JUDGE] = _llm_judge(config, keep)
-    return Judge(scoring, config.rollout.rollout_max_response_len, others)
+    with contextlib.ExitStack() as on_failure:
+        if CODE in scoring.names:
+            others[CODE] = CodeRewards(config.sandbox, scoring)
+            on_failure.callback(others[CODE].close)
+        if JUDGE in scoring.names:
+            others[JUDGE] = _llm_judge(config, keep)
+            on_failure.callback(others[JUDGE].close)
+        judge = Judge(scoring, config.rollout.rollout_max_response_len, others)
+        on_failure.pop_all()
+        return judge
 
 
 def _llm_judge(config: Config, keep: bool) -> LLMJudge:

@@ -200,7 +200,7 @@ class JudgeClient:
         return _read(*await self._service.post(address, json.dumps(body).encode()))
 
     async def _addresses(self) -> Sequence[str]:
-        """All who ask share one look, which may have to start a server."""
+        """All questions share one look at the addresses, which may have to start a server."""
         if self.starting is None:
             self._look = asyncio.ensure_future(asyncio.to_thread(self.urls))
         assert self._look is not None

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.collect.judging import build_judge
-from megatron_stare.config import Config, override
+from megatron_stare.collect.judging import CodeRewards, build_judge
+from megatron_stare.config import Config, UserError, override
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.rollout.sandbox.interpreter import Interpreter, SandboxError
 from megatron_stare.scoring.judge import Judge
@@ -122,6 +122,19 @@ def test_without_partial_credit_the_first_failure_ends_it():
         )
     assert (half.reward, half.verdict) == (0.0, "wrong")
     assert (whole.reward, whole.verdict) == (1.0, "correct")
+
+
+def test_a_judge_that_cannot_be_built_leaves_no_sandbox(monkeypatch: pytest.MonkeyPatch):
+    """A notebook goes on after the error."""
+    settings = ["scoring.reward=code", "scoring.rewards={code: 1, maths: 1}"]
+    settings += ["sandbox.isolation=limits", "sandbox.warm_workers=1"]
+    built, init = list[CodeRewards](), CodeRewards.__init__
+    noted = lambda self, *given: (built.append(self), init(self, *given))[1]  # noqa: E731
+    monkeypatch.setattr(CodeRewards, "__init__", noted)
+    with pytest.raises(UserError, match="'maths' is unknown"):
+        build_judge(override(Config(), settings))
+    with pytest.raises(RuntimeError, match="shutdown"):
+        built[0].runner.run("print(1)")
 
 
 def test_the_end_of_a_run_waits_for_no_program_that_has_not_started():

@@ -59,7 +59,7 @@ def save_for_servers(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 def update_from(path: str, tag: str, *, flush: bool = True) -> dict[str, object]:
     """The body of a request to load a directory; `flush`: and to empty the prefix cache."""
-    # A server that started without weights would read none from here either.
+    # By default a server uses the format that it was started with: "dummy" would load no weights.
     return {
         "model_path": path,
         "weight_version": tag,

@@ -42,6 +42,7 @@ from megatron_stare.rollout.sglang.health import HealthMonitor
 from megatron_stare.rollout.sglang.requests import DRAFTS, RequestRunner
 from megatron_stare.rollout.sglang.server import Model, Server, launcher
 from megatron_stare.rollout.sglang.weights import results
+from megatron_stare.system import raise_file_limit
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class SGLangPool:
         """`logs`: the directory for the logs of launched servers. None: a pool without servers.
         `keeps_cache`: rollout.cache_over_versions=kept.
         """
+        raise_file_limit()  # each request in flight is a connection
         self.settings, self.model, self.keeps_cache = settings, model, keeps_cache
         servers = [] if logs is None else servers_of(settings, model, logs)
         self.servers: list[Server] = servers
@@ -164,8 +166,10 @@ class SGLangPool:
         log.warning("%s; they are sent once more", error)
 
     def probe(self) -> None:
-        """Probe every server now; the dead are revived."""
-        self._now(self.health.probe_all(), self.settings.start_timeout)
+        """Probe every server until it answers or counts as dead; the dead are revived."""
+        # A probe is two requests, and may come after a release of memory.
+        seconds = self.settings.sync_timeout + 2 * self.settings.health_timeout
+        self._now(self.health.probe_all(), seconds)
 
     def release_memory(self) -> None:
         """Have every server release its memory (sglang.colocated). Nothing may be in flight."""

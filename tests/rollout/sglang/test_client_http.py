@@ -7,12 +7,14 @@ import os
 import resource
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
 from megatron_stare.config import UserError
 from megatron_stare.http_client import FAULTS, request
 from megatron_stare.rollout.sglang.client import SGLangClient
+from tests.rollout.sglang.idle import idle_pool, tiny_model
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -59,3 +61,15 @@ def test_too_many_open_files_do_not_count_as_a_servers_death() -> None:
 
     with pytest.raises(UserError, match=r"no more files; raise ulimit -n, or lower sglang\.max_"):
         asyncio.run(ask())
+
+
+def test_a_pool_may_open_as_many_files_as_the_system_allows(tmp_path: Path) -> None:
+    """Also that of an evaluation: four servers with 256 requests each pass the usual 1024."""
+    model = tiny_model(tmp_path / "model")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft // 2, hard))
+    try:
+        with idle_pool(model, tmp_path / "logs"):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -25,8 +25,8 @@ class EventLoopThread:
         return self._thread.is_alive()
 
     def submit[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the thread. Its future is cancelled once the thread is to end."""
-        with self._lock:  # the loop starts nothing after `stop` has looked for what runs
+        """Run a coroutine in the thread. Once `stop` is called its future is cancelled."""
+        with self._lock:  # `stop` cancels what was submitted before, and nothing comes after
             if not self._ending:
                 return asyncio.run_coroutine_threadsafe(work, self.loop)
         work.close()

@@ -145,8 +145,8 @@ class BroadcastTransport(Transport):
     NCCL joins processes of one version only, and servers have a torch, and so an NCCL, of their
     own. Where the versions are known to differ, gloo is used, with a warning: buckets then pass
     through host memory. A new NCCL group sends its smallest tensor first, alone; where that fails
-    or does not arrive in FIRST_SECONDS, gloo takes over too. After a group whose first tensor
-    arrived that takes two failures in a row: a server's death explains one.
+    or does not arrive in FIRST_SECONDS, gloo takes over too. If the last group's first tensor
+    arrived, that takes two failures in a row, because a server's death explains one.
     """
 
     def __init__(self, pool: SGLangPool, settings: SGLangConfig) -> None:

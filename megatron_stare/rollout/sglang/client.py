@@ -430,21 +430,20 @@ class SGLangClient:
         )
         try:
             async with asyncio.timeout(timeout), asking as response:
-                if response.status != 200:
-                    refusal = (await response.text(errors="replace"))[:300]
-                    said = f"{url}: status {response.status}: {refusal}"
-                    raise ServerFault("status", said, status=response.status)
                 self._responses.add(response)
                 try:
+                    if response.status != 200:
+                        refusal = (await response.text(errors="replace"))[:300]
+                        said = f"{url}: status {response.status}: {refusal}"
+                        raise ServerFault("status", said, status=response.status)
                     yield response
                 finally:
                     self._responses.discard(response)
         except TimeoutError:
             raise ServerFault("timeout", f"{url}: no answer in {timeout:g} s") from None
         except FAULTS as error:
-            if (
-                getattr(error, "errno", None) == errno.EMFILE
-            ):  # a healthy server would count as dead
+            # As a fault of the connection, it would let healthy servers count as dead.
+            if getattr(error, "errno", None) == errno.EMFILE:
                 raise UserError(
                     f"no connection to {url}: this process may open no more files; raise ulimit -n,"
                     " or lower sglang.max_concurrency"

@@ -224,8 +224,8 @@ class SGLangPool:
         atexit.unregister(self.close)
         with contextlib.suppress(Exception):
             self.run(self._close()).result(timeout=60)
-        # Some are left where a thread each could not end them: while the interpreter ends it
-        # starts none. With this thread the first process of a server would end, but not its group.
+        # At the interpreter's end `_close` cannot start the threads that end servers. The end of
+        # the pool's thread alone would kill each server's first process and leave its group.
         for server in self.servers:
             if server.process is not None and server.process.alive():
                 with contextlib.suppress(EngineError):

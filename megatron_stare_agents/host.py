@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -29,11 +31,20 @@ import signal
 import sys
 import tempfile
 import threading
+import time
+import traceback
 import types
 from concurrent.futures import ThreadPoolExecutor
 
 _THREADS = 1024
-_commands: set[int] = set()  # process groups
+# Stopped functions without async whose threads still run, after which the host ends: nothing else
+# ends a thread, and when all are taken no further episode can start.
+_MOST_STUCK = 256
+_END_SECONDS = 5.0
+# The trainer reads these fields of an outcome; an agent may return more, such as a trace.
+_FIELDS = ("reward", "metrics", "truncated", "failed", "message")
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_threads: set[int] = set()  # that run functions without async
 
 
 def load(path):
@@ -42,7 +53,14 @@ def load(path):
     if not module:
         raise ImportError(f"{path!r} is not a dotted path; write package.module.function")
     sys.path[0] = os.getcwd()
-    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the adapters
+    # The adapters, by their own place: the trainer's packages next to them are no agent's.
+    folder = os.path.dirname(os.path.abspath(__file__))
+    spec = importlib.util.spec_from_file_location(
+        "megatron_stare_agents",
+        os.path.join(folder, "__init__.py"),
+        submodule_search_locations=[folder],
+    )
+    sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
     found = getattr(importlib.import_module(module), name)
     if not callable(found):
         raise TypeError(f"{path} is not a function")
@@ -56,8 +74,17 @@ async def run_function(function, message):
     if inspect.iscoroutinefunction(function):
         found = await function(row, endpoint)
     else:
-        found = await asyncio.to_thread(function, row, endpoint)
+        found = await asyncio.to_thread(_in_thread, function, row, endpoint)
     return found if isinstance(found, dict) else {"reward": found}
+
+
+def _in_thread(function, row, endpoint):
+    own = threading.get_ident()
+    _threads.add(own)
+    try:
+        return function(row, endpoint)
+    finally:
+        _threads.discard(own)
 
 
 async def run_command(command, message):
@@ -84,40 +111,90 @@ async def run_command(command, message):
             env=os.environ | names,
             start_new_session=True,
         )
-        _commands.add(process.pid)
         try:
             code = await process.wait()
         finally:
-            _end_group(process.pid)
-            _commands.discard(process.pid)
-        with contextlib.suppress(OSError, IndexError):
-            with open(outcome, encoding="utf-8") as file:
-                found = json.loads(file.read().splitlines()[-1])
-            return found if isinstance(found, dict) else {"reward": found}
+            await end_session(process.pid)
+        with contextlib.suppress(OSError), open(outcome, encoding="utf-8") as file:
+            if text := file.read().strip():
+                found = json.loads(text.rpartition("\n")[2])
+                return found if isinstance(found, dict) else {"reward": found}
         if code:
             return {"failed": "exit_code", "message": f"the command ended with exit code {code}"}
         return {"reward": None}
 
 
-def _end_group(group):
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-
-
-def end_descendants():
-    """End what agents and environments have started, tool servers for example."""
-    children = {}
+def processes():
+    """Number, state, parent and session of every process of this machine."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
-                parent = int(file.read().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(name))
-    below = [os.getpid()]
-    for process in below:
-        below += children.get(process, ())
-    for process in below[1:]:
+                state, parent, _, session = file.read().rpartition(")")[2].split()[:4]
+            yield int(name), state, int(parent), int(session)
+
+
+def _kill(found):
+    for process in found:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
+
+
+async def end_session(session):
+    """End what a command has started, also what left its process group, as `timeout` does."""
+    deadline = time.monotonic() + _END_SECONDS
+    while time.monotonic() < deadline:
+        found = [number for number, state, _, its in processes() if its == session and state != "Z"]
+        if not found:
+            return
+        _kill(found)
+        await asyncio.sleep(0.01)
+
+
+def end_descendants():
+    """End what agents and environments have started, tool servers for example, until none is left.
+    What has lost its parent is found too: it is a child of this process then.
+    """
+    deadline = time.monotonic() + _END_SECONDS
+    while time.monotonic() < deadline:
+        children = {}
+        for number, _, parent, _ in processes():
+            children.setdefault(parent, []).append(number)
+        below = [os.getpid()]
+        for process in below:
+            below += children.get(process, ())
+        _kill(below[1:])
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.01)
+
+
+def supervise():
+    """Continue in a child. This process waits for it, ends everything that it leaves, and then ends
+    as it did, also where the child was killed, as by the kernel when memory runs out.
+    """
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    child = os.fork()
+    if not child:
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: _kill([child]))
+    quiet = os.open(os.devnull, os.O_RDWR)
+    os.dup2(quiet, 0)
+    os.dup2(quiet, 1)  # the child alone has the trainer's lines
+    ended = 0
+    while ended != child:
+        ended, status = os.wait()
+    end_descendants()
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(OSError):  # SIGKILL has no other action
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.WEXITSTATUS(status))
 
 
 class Host:
@@ -144,18 +221,23 @@ class Host:
                 outcome = await run_command(self.settings["command"], message)
             else:
                 outcome = await run_function(self.function, message)
+            outcome = {name: outcome[name] for name in _FIELDS if name in outcome}
             json.dumps(outcome)
         except asyncio.CancelledError:
             outcome = {"failed": "stopped", "message": "the trainer stopped it"}
         except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
+            text = "".join(traceback.format_exception_only(type(error), error)).strip()
             outcome = {"failed": type(error).__name__, "message": text[:2000]}
         self.tasks.pop(number, None)
         self.write({"done": number, "outcome": outcome})
+        if len(_threads) - len(self.tasks) >= _MOST_STUCK:
+            print(f"{_MOST_STUCK} stopped agents still run; their host ends", file=sys.stderr)
+            os._exit(1)
 
 
 def main():
     """Serve until stdin ends."""
+    supervise()
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)  # what an agent prints must not reach the trainer's lines
     lock = threading.Lock()
@@ -178,9 +260,6 @@ def main():
     def read():
         for line in sys.stdin:
             asyncio.run_coroutine_threadsafe(host.receive(json.loads(line)), loop)
-        for group in list(_commands):
-            _end_group(group)
-        end_descendants()
         os._exit(0)  # the trainer is gone, and so is the use of what still runs
 
     threading.Thread(target=read, daemon=True).start()

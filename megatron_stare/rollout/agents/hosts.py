@@ -1,8 +1,9 @@
 """Host processes, in which agents run: started, given episodes, and replaced when they die.
 
 A host runs megatron_stare_agents/host.py with the user's Python; both sides write one JSON object a
-line. An episode is given to the host with the most free places; without a free place it waits, and
-its time limit begins with its start.
+line. It is two processes: the first one ends everything that agents left when the second one, which
+runs them, ends. An episode is given to the host with the most free places; without a free place it
+waits, and its time limit begins with its start.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import dataclasses
 import itertools
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,7 +45,8 @@ class _Host:
 
     def send(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+        # A row of Parquet may hold what JSON has no form for, such as a date.
+        self.process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
 
 
 def check_agent(settings: AgentsConfig) -> None:
@@ -152,6 +153,10 @@ class Hosts:
         python = settings.python or sys.executable
         hidden = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL")
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
+        # Agents reach the endpoint, which is on this machine, without a proxy.
+        direct = environment.get("no_proxy") or environment.get("NO_PROXY")
+        direct = ",".join(filter(None, [direct, settings.address]))
+        environment |= {"no_proxy": direct, "NO_PROXY": direct}
         try:
             process = await asyncio.create_subprocess_exec(
                 python,
@@ -192,10 +197,10 @@ class Hosts:
         except (ValueError, ConnectionError) as error:  # a line that is too long, or no JSON
             lost = f"what it wrote cannot be read ({error})"
             with contextlib.suppress(ProcessLookupError):
-                host.process.kill()
+                host.process.terminate()
+            while await host.process.stdout.read(_LINE):
+                pass  # asyncio sees the end of a pipe, and of its process, only if the pipe is read
         code = await host.process.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(host.process.pid, signal.SIGKILL)  # what a killed host had started
         if not host.ready.done():
             host.ready.set_result(f"the host ended with exit code {code}; its errors stand above")
         for outcome in host.running.values():
@@ -208,10 +213,10 @@ class Hosts:
         with contextlib.suppress(ProcessLookupError):
             if host.process.returncode is None:
                 assert host.process.stdin is not None
-                host.process.stdin.close()  # the host ends its commands and itself
+                host.process.stdin.close()  # the host ends, and what it has started
                 try:
                     await asyncio.wait_for(host.process.wait(), self.settings.grace_seconds)
                 except TimeoutError:
-                    host.process.kill()
+                    host.process.terminate()
         if host.reader is not None:
             await asyncio.wait({host.reader})

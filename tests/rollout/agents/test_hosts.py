@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import datetime
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +108,23 @@ def test_an_agent_that_is_being_stopped_is_not_stopped_again(tmp_path: Path):
     asyncio.run(asyncio.wait_for(cancelled_while_late(), 60))
 
 
-EPISODE = {"row": {}, "endpoint": {}, "attempt": 0}
+EPISODE = {"row": {}, "endpoint": {"base_url": "", "api_key": "", "model": ""}, "attempt": 0}
 ENOUGH = 20.0  # seconds for an episode that makes no calls
+
+
+def episode(**row: Any) -> dict[str, Any]:
+    return EPISODE | {"row": row}
+
+
+@contextlib.asynccontextmanager
+async def started(function: str, settings: AgentsConfig | None = None) -> AsyncIterator[Hosts]:
+    """One host of the function, or those of the settings; closed at the end."""
+    hosts = Hosts(settings or AgentsConfig(hosts=1, function=function))
+    await hosts.start()
+    try:
+        yield hosts
+    finally:
+        await hosts.close()
 
 
 @pytest.fixture
@@ -126,18 +144,112 @@ def test_a_host_whose_line_is_too_long_is_lost(
 ):
     """Nothing more can be read from it: its episodes would wait for agents.max_seconds."""
     monkeypatch.setattr(module, "_LINE", 1 << 16)
-    text = "def agent(row, endpoint):\n    return {'reward': 1.0, 'trace': 'x' * (1 << 20)}\n"
+    text = (
+        "def agent(row, endpoint):\n    return {'reward': 1.0, row.name: {'x' * (1 << 20): 1.0}}\n"
+    )
 
     async def play() -> None:
-        hosts = Hosts(AgentsConfig(hosts=1, function=written(text)))
-        await hosts.start()
-        try:
+        async with started(written(text)) as hosts:
+            trace = await hosts.run(episode(name="trace"), ENOUGH, lambda: None)
+            assert trace == {"reward": 1.0}, "the trainer has no use for more"
             with pytest.raises(HostLost, match="cannot be read"):
-                await hosts.run(EPISODE, ENOUGH, lambda: None)
-        finally:
-            await hosts.close()
+                await hosts.run(episode(name="metrics"), ENOUGH, lambda: None)
 
     asyncio.run(play())
+
+
+def test_a_host_that_is_killed_leaves_no_process(written: Callable[[str], str], tmp_path: Path):
+    """Its pipe to the trainer is held open by what an agent forked, as multiprocessing does."""
+    text = (
+        "import os, signal, subprocess, time\n"
+        "def agent(row, endpoint):\n"
+        "    forked = os.fork()\n"
+        "    if not forked:\n"
+        "        time.sleep(3600)\n"
+        "    command = ['sleep', '3600']\n"
+        "    detached = subprocess.Popen(command, env={}, start_new_session=True).pid\n"
+        f"    with open({str(tmp_path / 'left')!r}, 'w') as file:\n"
+        "        print(forked, detached, file=file)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+
+    async def play() -> None:
+        async with started(written(text)) as hosts:
+            with pytest.raises(HostLost, match="exit code -9"):
+                await hosts.run(episode(), ENOUGH, lambda: pytest.fail("the pipe did not end"))
+
+    asyncio.run(play())
+    left = (tmp_path / "left").read_text().split()
+    assert len(left) == 2 and not any(psutil.pid_exists(int(one)) for one in left)
+
+
+def test_a_command_leaves_no_process(tmp_path: Path):
+    """`timeout` leaves the process group of the shell that starts it."""
+    program = (
+        "import os, subprocess, time\n"
+        "left = subprocess.Popen(['timeout', '3600', 'sleep', '3600']).pid\n"
+        "while os.getpgid(left) != left: time.sleep(0.01)\n"
+        f"print(left, file=open({str(tmp_path / 'left')!r}, 'w'))\n"
+    )
+
+    async def play() -> None:
+        settings = AgentsConfig(hosts=1, command=[sys.executable, "-c", program])
+        async with started("", settings) as hosts:
+            found = await hosts.run(episode(), ENOUGH, lambda: None)
+            assert found == {"reward": None}
+            assert not psutil.pid_exists(int((tmp_path / "left").read_text()))
+
+    asyncio.run(play())
+
+
+def test_a_host_whose_threads_are_taken_by_stopped_agents_is_replaced(
+    written: Callable[[str], str],
+):
+    """Nothing ends a thread: when all are taken no episode of the host could start."""
+    text = (
+        "import time\n"
+        "def agent(row, endpoint):\n"
+        "    time.sleep(3600 if row.hangs else 0)\n"
+        "    return 1.0\n"
+    )
+
+    async def play() -> None:
+        settings = AgentsConfig(hosts=1, function=written(text), episodes_per_host=256)
+        async with started("", settings) as hosts:
+            (first,) = hosts.hosts
+            hung = [hosts.run(episode(hangs=True), 0.5, lambda: None) for _ in range(256)]
+            await asyncio.gather(*hung, return_exceptions=True)
+            await asyncio.wait({first.reader})  # type: ignore[type-var]
+            found = await hosts.run(episode(hangs=False), ENOUGH, lambda: None)
+            assert found == {"reward": 1.0} and hosts.restarts == 1
+
+    asyncio.run(play())
+
+
+def test_a_row_may_hold_what_json_has_no_form_for(written: Callable[[str], str]):
+    text = "def agent(row, endpoint):\n    return float(row.metadata['day'] == '2026-01-31')\n"
+
+    async def play() -> None:
+        async with started(written(text)) as hosts:
+            own = episode(metadata={"day": datetime.date(2026, 1, 31)})
+            assert await hosts.run(own, ENOUGH, lambda: None) == {"reward": 1.0}
+
+    asyncio.run(play())
+
+
+def test_an_agent_imports_the_adapters_but_not_the_trainers_packages(
+    written: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Both lie in one folder, and another Python may be unable to use the latter."""
+    shutil.copytree(module.SCRIPT.parent, tmp_path / "site" / "megatron_stare_agents")
+    (tmp_path / "site" / "neighbour.py").touch()
+    monkeypatch.setattr(module, "SCRIPT", tmp_path / "site" / "megatron_stare_agents" / "host.py")
+    text = (
+        "import importlib.util, megatron_stare_agents.gym_tasks\n"
+        "assert importlib.util.find_spec('neighbour') is None\n"
+        "def agent(row, endpoint): ...\n"
+    )
+    check_agent(AgentsConfig(function=written(text)))
 
 
 def test_hosts_that_started_end_where_another_cannot_start(

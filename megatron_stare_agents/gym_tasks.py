@@ -15,6 +15,8 @@ import json
 import urllib.error
 import urllib.request
 
+# Without a byte from a server. The endpoint sends heartbeats; an opponent may never answer.
+_SILENT_SECONDS = 1800.0
 ASKED = "\n\nGive the final answer between <answer> and </answer>."
 
 
@@ -70,7 +72,7 @@ def ask(endpoint, body):
         {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(request) as answer:
+        with urllib.request.urlopen(request, timeout=_SILENT_SECONDS) as answer:
             return json.load(answer)["choices"][0]["message"]
     except urllib.error.HTTPError as error:
         error.msg = f"{error.msg} {error.read().decode(errors='replace')[:1000]}"

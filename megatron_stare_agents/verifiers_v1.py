@@ -99,14 +99,14 @@ async def _opened(settings):
     if key not in _open:
         ready = asyncio.get_running_loop().create_future()
         # the task that enters `serving` must live as long as it: its cancel scopes are the task's
-        _open[key] = ready, asyncio.ensure_future(_serve(settings, ready))
+        _open[key] = ready, asyncio.ensure_future(_serve(key, settings, ready))
     return await asyncio.shield(_open[key][0])
 
 
-async def _serve(settings, ready):
-    import verifiers.v1 as vf
-
+async def _serve(key, settings, ready):
     try:
+        import verifiers.v1 as vf
+
         use_path(settings)
         config = vf.resolve_env_config(settings["environment"])
         env = vf.load_environment(config)
@@ -114,6 +114,7 @@ async def _serve(settings, ready):
             ready.set_result((env, _Tasks(vf.load_taskset(config.taskset))))
             await asyncio.Event().wait()
     except BaseException as error:
+        del _open[key]  # the next episode tries again
         if ready.done():
             raise
         ready.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))

@@ -9,13 +9,12 @@ runs in the trainer's Python, and returns no reward: scoring.reward judges the l
 """
 
 import functools
-import json
 
 from megatron_stare.config import SandboxConfig, ToolsConfig
 from megatron_stare.records import Prompt
 from megatron_stare.rollout.sandbox.fusion import open_sandbox
 from megatron_stare.rollout.tools.builtin import CalculatorEnvironment, PythonEnvironment
-from megatron_stare.rollout.tools.calls import ToolCall
+from megatron_stare.rollout.tools.calls import ToolCall, strict_json
 from megatron_stare.rollout.tools.environment import Episode
 from megatron_stare_agents.gym_tasks import next_turn
 
@@ -60,6 +59,11 @@ async def _play(row, endpoint, environment):
 
 def _read(function):
     try:
-        return ToolCall(function["name"], json.loads(function["arguments"]))
+        arguments = strict_json(function["arguments"])
+        if not isinstance(arguments, dict):
+            raise ValueError("not an object")
     except ValueError as error:
-        return ToolCall(function["name"], error=f"Error: the arguments are no JSON ({error})")
+        return ToolCall(
+            function["name"], error=f"Error: the arguments are no JSON object ({error})"
+        )
+    return ToolCall(function["name"], arguments)

@@ -34,18 +34,31 @@ def test_the_endpoints_sequence_equals_that_of_the_trainers_loop(
 ):
     tokenizer = tool_tokenizer()
     own = loop_of_the_trainer(environment, tokenizer, turns)
+    rollout = loop_of_the_agent(environment, tokenizer, turns)
+    prompt = tokenizer.encode("<user>6*7=<|end|><assistant>")
+    assert rollout.response_ids.tolist() == prompt + own.response_ids.tolist()
+    assert rollout.loss_mask.tolist() == [0] * len(prompt) + own.loss_mask.tolist()
+    assert rollout.outcome is None and rollout.text == "\\boxed{42}", "a verifier judges it"
+
+
+@pytest.mark.parametrize("arguments", ["[1]", '"6*7"'])
+def test_arguments_that_are_no_object_are_an_error_that_the_model_reads(arguments: str):
+    turn = f'<tool_call>{{"name": "calculator", "arguments": {arguments}}}</tool_call>{END}'
+    tokenizer = tool_tokenizer()
+    rollout = loop_of_the_agent("calculator", tokenizer, [turn, ANSWER])
+    assert "errors" not in rollout.episode and rollout.text == "\\boxed{42}"
+    assert "<tool>Error: the arguments are no JSON" in tokenizer.decode(rollout.response_ids)
+
+
+def loop_of_the_agent(environment: str, tokenizer: Any, turns: list[str]) -> Rollout:
     inner = Scripted(tokenizer, lambda text, number: turns[number])
     function = f"examples.agents.tool_environment.{environment}"
     engine = AgentEngine(inner, tokenizer, AgentsConfig(hosts=1, function=function), 4096)  # type: ignore[arg-type]
     try:
         (future,) = engine.submit([request(tokenizer)], PARAMS)
-        rollout = future.result(timeout=120)
+        return future.result(timeout=120)
     finally:
         engine.close()
-    prompt = tokenizer.encode("<user>6*7=<|end|><assistant>")
-    assert rollout.response_ids.tolist() == prompt + own.response_ids.tolist()
-    assert rollout.loss_mask.tolist() == [0] * len(prompt) + own.loss_mask.tolist()
-    assert rollout.outcome is None and rollout.text == "\\boxed{42}", "a verifier judges it"
 
 
 def loop_of_the_trainer(environment: str, tokenizer: Any, turns: list[str]) -> Rollout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -51,13 +52,18 @@ class PythonEnvironment:
                 "sandbox.stateful=true needs the sandbox of this machine; leave sandbox.url empty"
             )
         self._session = runner.session() if stateful and isinstance(runner, Sandbox) else None
+        self._turn = asyncio.Lock()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """The output of the code, its errors, its value, and why it ended early."""
-        run = self._runner.run_async if self._session is None else self._session.run_async
-        result = await run(arguments["code"], on_start=hold_clock())
-        lost = self._session is not None and not result.alive
-        return result.message() + ("\n[all variables are lost]" if lost else "")
+        """The output of the code, its errors, its value, and why it ended early. A session runs the
+        calls of a turn in their order, and takes one of the sandbox's places for all of them.
+        """
+        code, on_start = arguments["code"], hold_clock()
+        if self._session is None:
+            return (await self._runner.run_async(code, on_start)).message()
+        async with self._turn:
+            result = await self._session.run_async(code, on_start)
+        return result.message() + ("" if result.alive else "\n[all variables are lost]")
 
     async def close(self) -> None:
         """End the session."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,31 @@ def test_idle_sessions_are_bounded_and_a_closed_one_says_so():
         assert sessions[1].run("1").restarted, "the one that was idle for longest"
         sessions[1].close()
         assert len(sandbox._keeping) == 1
+
+
+def test_the_calls_of_a_turn_take_one_place_of_the_sandbox_in_their_order():
+    """Those that wait for another call of their session must not keep others waiting."""
+    order: list[str] = []
+
+    async def play(sandbox: Any) -> None:
+        environment = PythonEnvironment(sandbox, stateful=True)
+
+        async def call(name: str, code: str) -> None:
+            assert await environment.call("python", {"code": code}) == name
+            order.append(name)
+
+        slow = "import time; time.sleep(4); n = 1; print('first')"
+        turn = [call("first", slow), *(call(f"{n}", "n += 1; print(n)") for n in (2, 3, 4))]
+        calls = [asyncio.create_task(each) for each in turn]
+        await asyncio.sleep(0.2)
+        await sandbox.run_async("1")
+        order.append("another episode")
+        await asyncio.gather(*calls)
+        await environment.close()
+
+    with open_kind("limits", max_concurrency=2, warm_workers=2) as sandbox:
+        asyncio.run(play(sandbox))
+    assert order == ["another episode", "first", "2", "3", "4"]
 
 
 @pytest.mark.parametrize("stateful", [False, True])

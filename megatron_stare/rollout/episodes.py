@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 _TURN, _MARK = "%turn%", "%content{}%"
 
+FAILED = "an episode failed; such are left out of the loss"
+
 Seed = tuple[int, ...]
 
 
@@ -55,7 +57,7 @@ class EpisodeEngine:
     async def _play(self, request: Request, params: SamplingParams) -> Rollout:
         raise NotImplementedError
 
-    def _abort(self, seeds: set[Seed] | None) -> None:
+    async def _abort(self, requests: Sequence[Request] | None) -> None:
         raise NotImplementedError
 
     @property
@@ -85,21 +87,17 @@ class EpisodeEngine:
 
     def abort(self, requests: Sequence[Request] | None = None) -> None:
         """End these episodes, or all: they come back `aborted`, without tokens."""
-        seeds = None if requests is None else {request.seed for request in requests}
-        self._thread.loop.call_soon_threadsafe(self._abort, seeds)
+        # As a coroutine it begins after the episodes that were submitted before it.
+        self._thread.submit(self._abort(requests))
 
-    def _warn(self, cause: str, counter: str, error: object, raised: Any = None) -> None:
-        """Log the first failed episode of each cause; `raised`: with its traceback."""
+    def _warn(
+        self, cause: str, counter: str, error: object, fate: str = FAILED, raised: Any = None
+    ) -> None:
+        """Log the first episode of each cause and its fate; `raised`: with its traceback."""
         if cause not in self._warned:
             self._warned.add(cause)
-            log.warning(
-                "an episode failed; such are left out of the loss and counted as episode/%s, and "
-                "this is the first %s: %s",
-                counter,
-                cause,
-                error,
-                exc_info=raised,
-            )
+            text = "%s, and counted as episode/%s; this is the first %s: %s"
+            log.warning(text, fate, counter, cause, error, exc_info=raised)
 
     def counts(self) -> dict[str, float]:
         return self.engine.counts()
@@ -118,6 +116,10 @@ class ChatTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.tokenizer, self.variables = tokenizer, variables
+        # A text with none of these has no special token. One that is compared with normalised text
+        # counts as in every text.
+        added = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special = ["" if token.normalized else token.content for token in added]
 
     def text(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), begin: bool = True
@@ -187,6 +189,8 @@ class ChatTemplate:
 
     def has_special(self, text: str) -> bool:
         """Whether special tokens of the text would not stay text."""
+        if not any(each in text for each in self._special):
+            return False
         ids = self.tokenizer.encode(_readable(text), add_special_tokens=False)
         return bool(ids != self.as_text(text))
 

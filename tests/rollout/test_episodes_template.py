@@ -33,6 +33,12 @@ def test_what_a_template_cannot_write_is_refused(
         ChatTemplate(tokenizer).ids_after_turn(RESULT, tokenizer.eos_token_id)
 
 
+def test_special_tokens_are_found_in_a_text(tokenizer: PreTrainedTokenizerBase):
+    template = ChatTemplate(tokenizer)
+    for token in tokenizer.all_special_tokens:
+        assert template.has_special(f"a{token}b") and not template.has_special(f"a{token[:-1]}b")
+
+
 def test_a_closing_precedes_only_what_the_model_did_not_end(tokenizer: PreTrainedTokenizerBase):
     template = ChatTemplate(tokenizer)
     ended = template.ids_after_turn(RESULT, tokenizer.eos_token_id, "!")

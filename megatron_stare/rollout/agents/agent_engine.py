@@ -11,9 +11,10 @@ a reward that is not a number) has no loss token and no reward, and is counted b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -72,7 +73,8 @@ class AgentEngine(EpisodeEngine):
     # --- in the thread
     # ----------------------------------------------------------------------------------------------
 
-    def _abort(self, seeds: set[Seed] | None) -> None:
+    async def _abort(self, requests: Sequence[Request] | None) -> None:
+        seeds = None if requests is None else {request.seed for request in requests}
         for seed, session in self._sessions.items():
             if (seeds is None or seed in seeds) and not session.closed:
                 if in_flight := session.end("aborted"):
@@ -122,6 +124,9 @@ class AgentEngine(EpisodeEngine):
                 self._tasks.pop(request.seed, None)
             if session.failure is not None:
                 raise session.failure
+            if session.refused:
+                fate = "an engine takes fewer tokens than the model; such an episode ends"
+                self._warn("prompt", "ended/context", session.refused, fate)
             return self._finished(session, outcome)
         raise AssertionError("the last try returns")
 
@@ -161,15 +166,15 @@ class AgentEngine(EpisodeEngine):
         reward, failed = _reward_of(outcome)
         if failed and session.ended and "reward" not in outcome:
             failed = ""  # the agent met the limit; verifiers may still judge its last answer
-        episode = dict(_numbers(outcome.get("metrics")))
+        counts = _numbers(outcome.get("metrics"))
         if session.ended:
-            episode[f"ended/{session.ended.removeprefix('agents.')}"] = 1.0
+            counts[f"ended/{session.ended.removeprefix('agents.')}"] = 1.0
         try:
-            rollout = session.rollout(status=status, outcome=reward)
+            rollout = session.rollout(counts, status=status, outcome=reward)
         except ValueError:
             failed = failed or "no_call"
-            rollout = Rollout.inserted((), "truncated", self.version)
-        rollout = dataclasses.replace(rollout, episode=rollout.episode | episode)
+            empty = Rollout.inserted((), "truncated", self.version)
+            rollout = dataclasses.replace(empty, episode=counts)
         if failed:
             self._warn(failed, f"failed/{failed}", outcome.get("message") or outcome)
             marked = rollout.episode | {"errors": 1.0, f"failed/{failed}": 1.0}
@@ -183,19 +188,21 @@ def _reward_of(outcome: dict[str, Any]) -> tuple[float | None, str]:
     """
     if cause := outcome.get("failed"):
         return None, str(cause)
-    reward = outcome.get("reward")
-    if reward is None:
+    if outcome.get("reward") is None:
         return None, ""
-    number = isinstance(reward, int | float)
-    if not number or not math.isfinite(reward):
-        return None, "reward"
-    return float(reward), ""
+    reward = _number(outcome["reward"])
+    return reward, "reward" if reward is None else ""
 
 
 def _numbers(metrics: Any) -> dict[str, float]:
     found = metrics if isinstance(metrics, dict) else {}
-    return {
-        f"agent/{name}": float(value)
-        for name, value in found.items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
+    numbers = {f"agent/{name}": _number(value) for name, value in found.items()}
+    return {name: value for name, value in numbers.items() if value is not None}
+
+
+def _number(value: Any) -> float | None:
+    """A finite number; None: it is none."""
+    with contextlib.suppress(OverflowError):  # an integer beyond all floats
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    return None

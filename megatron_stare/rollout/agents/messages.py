@@ -205,7 +205,9 @@ class Renderer:
     ) -> None:
         self.tokenizer, self.form = tokenizer, form
         self.template = ChatTemplate(tokenizer, variables)
-        self._special = {*tokenizer.all_special_ids}
+        # More than all_special_ids, which lack ends of a turn such as Llama's <|eom_id|>.
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {number for number, token in added if token.special}
 
     @_refusals()
     def prompt(

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy
 
-from megatron_stare.config import AgentsConfig
+from megatron_stare.config import AgentsConfig, UserError
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.agents.chat import ModelAnswer, ModelCall
 from megatron_stare.rollout.agents.messages import (
@@ -128,34 +128,35 @@ class CallTree:
             node.parent.children.append(node)
             node.parent.delivered = True  # its answer came back
 
-    def rollout(self, **fields: Any) -> tuple[Rollout, Counter[str]]:
-        """The episode, and its counts. A leaf whose answer was never delivered is not trained.
-        ValueError: no call is left.
+    def rollout(self, counts: Mapping[str, float], **fields: Any) -> Rollout:
+        """The episode; `counts` are added to its own. A leaf whose answer was never delivered is
+        not trained. ValueError: no call is left.
         """
-        counts = Counter(calls=len(self.nodes))
         kept = [node for node in self.nodes if node.delivered]
         lost = [node for node in self.nodes if not node.delivered]
-        counts["undelivered_tokens"] = sum(node.sampled.length for node in lost)
         leaves = [node for node in kept if not any(child.delivered for child in node.children)]
         if not leaves:
             raise ValueError("an episode without an answered call")
         owned: set[Node] = set()
         parts = [_sequence(leaf, owned) for leaf in leaves]
-        counts["sequences"] = len(parts)
-        for kind, count in self.tolerated.items():
-            counts[f"tolerated/{kind}"] = count
+        own = {
+            "calls": len(self.nodes),
+            "undelivered_tokens": sum(node.sampled.length for node in lost),
+            "sequences": len(parts),
+            **{f"tolerated/{kind}": count for kind, count in self.tolerated.items()},
+        }
         columns = [numpy.concatenate(column) for column in zip(*parts, strict=True)]
         ids, logprobs, mask, versions = columns
-        whole = Rollout(
+        return Rollout(
             ids,
             logprobs,
             mask,
             token_versions=versions,
             weight_version=int(versions[-1]),
             lengths=tuple(len(part[0]) for part in parts),
+            episode={name: float(count) for name, count in {**own, **counts}.items()},
             **fields,
         )
-        return whole, counts
 
 
 def _sequence(leaf: Node, owned: set[Node]) -> tuple[numpy.ndarray, ...]:
@@ -206,6 +207,7 @@ class AgentSession:
     closed: bool = False
     ended: str = ""  # the limit that was reached
     failure: BaseException | None = None  # of the engine below
+    refused: str = ""  # the engine's words about a prompt that it cannot take
 
     def __post_init__(self) -> None:
         self.tree = CallTree(self.settings.tolerate)
@@ -373,6 +375,9 @@ class AgentSession:
         try:
             (future,) = self.engine.submit([request], params)
             rollout = await asyncio.wrap_future(future)
+        except UserError as error:  # servers may read fewer tokens than the model
+            self.refused, self.ended = str(error), self.ended or "context"
+            raise BadCall(self.refused, "context_length_exceeded") from None
         except Exception as error:
             self.failure = self.failure or error
             raise EngineFailed(error) from error
@@ -383,13 +388,10 @@ class AgentSession:
         self._tokens += rollout.length
         return rollout
 
-    def rollout(self, **fields: Any) -> Rollout:
-        """The episode's rollout, with the counts of its calls. ValueError: it has no call."""
-        found, counts = self.tree.rollout(text=self._last_text(), **fields)
-        counts.update(self.counts)
-        episode = {name: float(count) for name, count in counts.items()}
-        return dataclasses.replace(found, episode=episode)
-
-    def _last_text(self) -> str:
-        delivered = [node for node in self.tree.nodes if node.delivered]
-        return str(delivered[-1].answer.get("content") or "") if delivered else ""
+    def rollout(self, counts: Mapping[str, float], **fields: Any) -> Rollout:
+        """The episode's rollout, with the counts of its calls and these. ValueError: it has no
+        call.
+        """
+        said = [node.answer.get("content") or "" for node in self.tree.nodes if node.delivered]
+        every = {**self.counts, **counts}
+        return self.tree.rollout(every, text=said[-1] if said else "", **fields)

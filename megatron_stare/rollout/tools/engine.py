@@ -75,10 +75,6 @@ class ToolEngine(EpisodeEngine):
         own = self.form.stop_strings if self.settings.response else ()
         return super().submit(requests, dataclasses.replace(params, stop=(*params.stop, *own)))
 
-    def abort(self, requests: Sequence[Request] | None = None) -> None:
-        super().abort(requests)
-        self.engine.abort(requests)
-
     def close(self) -> None:
         """End the episodes, the engine, and what the environments share."""
         self._thread.stop()
@@ -88,8 +84,11 @@ class ToolEngine(EpisodeEngine):
     # --- in the thread
     # ----------------------------------------------------------------------------------------------
 
-    def _abort(self, seeds: set[Seed] | None) -> None:
-        self._aborted |= self._active if seeds is None else self._active & seeds
+    async def _abort(self, requests: Sequence[Request] | None) -> None:
+        named = self._active if requests is None else {request.seed for request in requests}
+        self._aborted |= self._active & named
+        self._send()  # the engine below can only end what it has
+        self.engine.abort(requests)
 
     async def _play(self, request: Request, params: SamplingParams) -> Rollout:
         assert request.prompt is not None, "an episode's request names its prompt"
@@ -122,6 +121,16 @@ class ToolEngine(EpisodeEngine):
             loop.call_soon(self._send)
         try:
             return await asyncio.wrap_future(await sent)
+        except UserError:  # about this turn, or about another one that was submitted with it
+            return await self._alone(request, params)
+        except Exception as error:
+            raise EngineFailed(error) from error
+
+    async def _alone(self, request: Request, params: SamplingParams) -> Rollout:
+        """The rollout of one turn, whose submission with others was refused."""
+        try:
+            (future,) = self.engine.submit([request], params)
+            return await asyncio.wrap_future(future)
         except Exception as error:
             raise EngineFailed(error) from error
 
@@ -160,9 +169,15 @@ class _Trajectory:
         settings, began = self.engine.settings, time.monotonic()
         part: Rollout | None = None
         while True:
-            rollout = await self.engine.generate(
-                dataclasses.replace(self.request, part=part), self.params
-            )
+            try:
+                rollout = await self.engine.generate(
+                    dataclasses.replace(self.request, part=part), self.params
+                )
+            except EngineFailed as error:
+                if part is None or not isinstance(error.cause, UserError):
+                    raise
+                # Servers may read fewer tokens than a response may have.
+                return self._unfinished(self.rollout)
             if rollout.status == "aborted":
                 return Rollout.inserted((), "aborted", rollout.weight_version)
             self.rollout = rollout

@@ -94,7 +94,8 @@ async def returns(row: Any, endpoint: Any) -> Any:
     """After one call, what the row says; NaN is not JSON of ours, and an object is none at all."""
     await asyncio.to_thread(post, endpoint, {"messages": row.messages})
     value = row.metadata["returns"]
-    return {"nan": float("nan"), "object": object()}.get(value, value)
+    special = {"nan": float("nan"), "object": object()}
+    return special.get(value, value) if isinstance(value, str) else value
 
 
 def raises(row: Any, endpoint: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -87,6 +88,7 @@ def test_a_compacted_history_is_a_second_sequence(tokenizer: PreTrainedTokenizer
         ("dies", {"always": True}, "host"),
         ("returns", {"returns": "text"}, "reward"),
         ("returns", {"returns": "nan"}, "reward"),
+        ("returns", {"returns": 10**400}, "reward"),
         ("returns", {"returns": "object"}, "TypeError"),
     ],
 )
@@ -98,6 +100,38 @@ def test_a_failure_is_unverifiable_with_its_cause(
     for reward in ("episode", "math"):
         found = judged(rollout, reward)
         assert found.reward is None and found.verdict == "unverifiable"
+
+
+def test_metrics_that_are_no_finite_numbers_are_left_out(tokenizer: PreTrainedTokenizerBase):
+    metrics = {"turns": 2, "value": 10**400, "rate": math.inf, "name": "text"}
+    returned = {"returns": {"reward": 1.0, "metrics": metrics}}
+    rollout, _ = played(tokenizer, lambda *_: "12<|end|>", returned, function="returns")
+    kept = {name: n for name, n in rollout.episode.items() if name.startswith("agent/")}
+    assert kept == {"agent/turns": 2.0} and rollout.outcome == 1.0
+
+
+def test_a_prompt_that_the_servers_cannot_take_ends_its_episode_alone(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+):
+    def answer(text: str, number: int) -> str:
+        if len(text) > 80:
+            raise UserError("a prompt of 81 tokens exceeds the 80 that the servers take")
+        return "12<|end|>"
+
+    rollout, inner = played(tokenizer, answer, function="endless")
+    assert rollout.status == "truncated" and rollout.episode["ended/context"] == 1
+    check_against_log(rollout, inner)
+    assert "exceeds the 80 that the servers take" in caplog.text
+
+
+def test_an_agent_reaches_the_endpoint_without_the_clusters_proxy(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "elsewhere")
+    monkeypatch.delenv("no_proxy", raising=False)
+    rollout, _ = played(tokenizer, calls_then_answers, function="calculator")
+    assert rollout.outcome == 1.0
 
 
 def test_an_agent_that_returns_nothing_is_judged_by_verifiers_or_not_at_all(
@@ -142,6 +176,21 @@ def test_an_agent_that_hangs_is_stopped(tokenizer: PreTrainedTokenizerBase, func
     rollout, _ = played(tokenizer, lambda *_: "12<|end|>", function=function, max_seconds=4.0)
     assert rollout.status == "truncated" and rollout.episode["ended/max_seconds"] == 1
     assert rollout.loss_tokens == 3
+
+
+def test_an_abort_right_after_the_submission_ends_the_episodes(
+    tokenizer: PreTrainedTokenizerBase,
+):
+    inner = Scripted(tokenizer, lambda *_: "12<|end|>")
+    inner.held = True
+    engine = agents(inner, tokenizer, function="compacting")
+    try:
+        own = [request(tokenizer, number) for number in range(3)]
+        futures = engine.submit(own, PARAMS)
+        engine.abort(own)
+        assert {future.result(timeout=60).status for future in futures} == {"aborted"}
+    finally:
+        engine.close()
 
 
 def test_an_aborted_episode_comes_back_without_tokens(tokenizer: PreTrainedTokenizerBase):

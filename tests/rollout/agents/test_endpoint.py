@@ -238,7 +238,7 @@ def test_a_client_that_goes_away_and_asks_again_gets_the_answer_once(
             client.inner.release()
             status, _ = await again
             assert status == 200 and len(client.inner.log) == 1
-            rollout = client.session.rollout(status="completed")
+            rollout = client.session.rollout({}, status="completed")
             assert rollout.loss_tokens == 2 and rollout.episode["undelivered_tokens"] == 0
 
     asyncio.run(play())
@@ -266,7 +266,7 @@ def test_an_answer_that_never_arrived_is_not_trained(tokenizer: PreTrainedTokeni
             client.inner.release()
             while len(client.session.tree.nodes) < 2:
                 await asyncio.sleep(0.01)
-            rollout = client.session.rollout(status="completed")
+            rollout = client.session.rollout({}, status="completed")
             assert rollout.loss_tokens == 2 and len(rollout.lengths) == 1
             assert rollout.episode["undelivered_tokens"] == 2
 

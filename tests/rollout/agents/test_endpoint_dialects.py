@@ -56,7 +56,7 @@ def test_items_continue_the_calls_tokens(tokenizer: PreTrainedTokenizerBase, sto
             assert [i["content"] for i in streamed] == [i["content"] for i in second["output"]]
             deltas = "".join(e["delta"] for e in events if e["type"].endswith("text.delta"))
             assert deltas == "ok42"
-            rollout = client.session.rollout(status="completed")
+            rollout = client.session.rollout({}, status="completed")
             asked = [prompt for prompt, _ in client.inner.log]
             assert asked[1] == asked[2] and asked[1][: len(asked[0])] == asked[0]
             assert len(rollout.lengths) == 2, "one for each sampled end"
@@ -128,7 +128,7 @@ def test_a_client_with_its_own_rendering_gets_token_ids(tokenizer: PreTrainedTok
             both = {**ASKED, "tokens": longer, "return_token_ids": True}
             _, second = await post(client, "v1/chat/completions/tokens", both)
             assert second["prompt_token_ids"] == longer
-            rollout = client.session.rollout(status="completed")
+            rollout = client.session.rollout({}, status="completed")
             assert rollout.response_ids.tolist() == longer + second["choices"][0]["token_ids"]
             assert rollout.loss_tokens == 6 and len(rollout.lengths) == 1
             assert client.session.counts["ignored/temperature"] == 1

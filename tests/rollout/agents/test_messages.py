@@ -7,7 +7,7 @@ import json
 
 import numpy
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 from megatron_stare.compare.worlds.calculator import tool_tokenizer
 from megatron_stare.rollout.agents.messages import Renderer, identity
@@ -125,6 +125,14 @@ def test_thinking_is_separated_from_the_answer(
 ):
     turn = renderer.turn(tokenizer.encode(text, add_special_tokens=False), numpy.array([1]), ())
     assert (turn.reasoning, turn.content) == (reasoning, content)
+
+
+def test_the_end_of_a_turn_is_no_text_whichever_token_it_is(tokenizer: PreTrainedTokenizerBase):
+    own = copy.deepcopy(tokenizer)
+    own.add_tokens([AddedToken("<|eom_id|>", special=True)])
+    ids = own.encode("12<|eom_id|>", add_special_tokens=False)
+    assert ids[-1] not in own.all_special_ids
+    assert Renderer(own, FORMATS["hermes"]).turn(ids, numpy.array([1]), ()).content == "12"
 
 
 def test_half_a_surrogate_pair_is_replaced_wherever_it_stands(tokenizer: PreTrainedTokenizerBase):

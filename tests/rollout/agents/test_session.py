@@ -154,9 +154,9 @@ def test_random_trees_train_every_delivered_token_once():
         trained = [int(each) for node in kept for each in node.sampled.response_ids]
         if not kept:
             with pytest.raises(ValueError, match="without"):
-                tree.rollout(status="completed")
+                tree.rollout({}, status="completed")
             continue
-        rollout, counts = tree.rollout(status="completed")
+        rollout = tree.rollout({}, status="completed")
         ids = rollout.response_ids[rollout.loss_mask]
         assert Counter(ids.tolist()) == Counter(trained), "each once"
         assert numpy.allclose(rollout.logprobs[rollout.loss_mask], -0.1 * ids)
@@ -170,4 +170,5 @@ def test_random_trees_train_every_delivered_token_once():
         whole = [node.ids.tolist() for node in kept]
         assert all(rollout.response_ids[a:b].tolist() in whole for a, b in rollout.stretches)
         lost = sum(node.sampled.length for node in tree.nodes if not node.delivered)
-        assert counts["undelivered_tokens"] == lost and counts["sequences"] == len(rollout.lengths)
+        assert rollout.episode["undelivered_tokens"] == lost
+        assert rollout.episode["sequences"] == len(rollout.lengths)

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,65 @@ def test_an_aborted_episode_comes_back_empty_and_its_environment_is_closed(
     assert all(not len(rollout.response_ids) for rollout in rollouts[:3])
     engine.close()
     assert len(closed) == 4
+
+
+class Holding(Scripted):
+    """Answers nothing, until it is told to end its requests."""
+
+    def _answer(self, request: Request, params: SamplingParams) -> Future[Rollout]:
+        self.open = getattr(self, "open", {}) | {request.seed: Future()}
+        return self.open[request.seed]
+
+    def abort(self, requests: Sequence[Request] | None = None) -> None:
+        held = getattr(self, "open", {})
+        for seed in [*held] if requests is None else [each.seed for each in requests]:
+            if seed in held:
+                held.pop(seed).set_result(Rollout.inserted((), "aborted", 3))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_abort_right_after_the_submission_ends_the_episodes(
+    tokenizer: PreTrainedTokenizerBase, named: bool
+):
+    settings = ToolsConfig(environment="calculator")
+    engine = ToolEngine(Holding(tokenizer, []), CalculatorEnvironment, tokenizer, settings)  # type: ignore[arg-type]
+    prompt = Prompt(0, (5, 6, 7), "1")
+    asked = [Request(prompt.token_ids, (0, number), prompt=prompt) for number in range(4)]
+    futures = engine.submit(asked, PARAMS)
+    engine.abort(asked if named else None)
+    assert {future.result(timeout=20).status for future in futures} == {"aborted"}
+    engine.close()
+
+
+def test_a_turn_that_is_too_long_for_the_servers_ends_its_episode_alone(
+    tokenizer: PreTrainedTokenizerBase,
+):
+    """A server reads a few tokens fewer than its context; the turns are submitted together."""
+
+    class Servers(Scripted):
+        def submit(
+            self, requests: Sequence[Request], params: SamplingParams
+        ) -> list[Future[Rollout]]:
+            if all(len(request.known_ids) < 60 for request in requests):
+                return super().submit(requests, params)
+            refused: Future[Rollout] = Future()
+            refused.set_exception(UserError("a prompt exceeds what the servers take"))
+            return [refused] * len(requests)
+
+    settings = ToolsConfig(environment="calculator")
+    inner = Servers(tokenizer, [CALL, "\\boxed{42}<|end|>"])
+    engine = ToolEngine(inner, CalculatorEnvironment, tokenizer, settings)  # type: ignore[arg-type]
+    prompts = [Prompt(0, (5,) * length, "42") for length in (10, 55)]
+    asked = [Request(each.token_ids, (0, n), prompt=each) for n, each in enumerate(prompts)]
+    short, long = [each.result(timeout=20) for each in engine.submit(asked, PARAMS)]
+    assert short.status == "completed" and short.text.endswith("\\boxed{42}")
+    assert long.status == "truncated" and long.episode["unfinished"] == 1
+    assert tokenizer.decode(long.response_ids) == CALL and long.loss_mask.all()
+    too_long = Request((5,) * 60, (0, 0), prompt=Prompt(0, (5,) * 60, "42"))
+    (settings_fault,) = engine.submit([too_long], PARAMS)
+    with pytest.raises(UserError, match="what the servers take"):
+        settings_fault.result(timeout=20)
+    engine.close()
 
 
 @pytest.mark.parametrize(

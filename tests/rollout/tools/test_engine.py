@@ -176,8 +176,8 @@ def test_an_aborted_episode_comes_back_empty_and_its_environment_is_closed(
     assert len(closed) == 4
 
 
-class Holding(Scripted):
-    """Answers nothing, until it is told to end its requests."""
+class Unanswering(Scripted):
+    """Answers no request before an abort."""
 
     def _answer(self, request: Request, params: SamplingParams) -> Future[Rollout]:
         self.open = getattr(self, "open", {}) | {request.seed: Future()}
@@ -195,7 +195,7 @@ def test_an_abort_right_after_the_submission_ends_the_episodes(
     tokenizer: PreTrainedTokenizerBase, named: bool
 ):
     settings = ToolsConfig(environment="calculator")
-    engine = ToolEngine(Holding(tokenizer, []), CalculatorEnvironment, tokenizer, settings)  # type: ignore[arg-type]
+    engine = ToolEngine(Unanswering(tokenizer, []), CalculatorEnvironment, tokenizer, settings)  # type: ignore[arg-type]
     prompt = Prompt(0, (5, 6, 7), "1")
     asked = [Request(prompt.token_ids, (0, number), prompt=prompt) for number in range(4)]
     futures = engine.submit(asked, PARAMS)

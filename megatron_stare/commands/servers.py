@@ -50,7 +50,11 @@ def serve(config: Config, interrupt: Interrupt) -> None:
     server whose first node is asked: it ends and starts with that one.
     """
     first = config.sglang.first_gpu or 0
-    settings = dataclasses.replace(config.sglang, urls=[], router_url="", first_gpu=first)
+    # A server may be silent while it loads the weights of a run, which this pool does not see.
+    silence = max(config.sglang.health_timeout, config.sglang.sync_timeout)
+    settings = dataclasses.replace(
+        config.sglang, urls=[], router_url="", first_gpu=first, health_timeout=silence
+    )
     model = served_model(config, load_tokenizer(config.policy.hf_checkpoint))
     write_start(model)
     if head := _head(settings):

@@ -125,7 +125,7 @@ def test_without_partial_credit_the_first_failure_ends_it():
 
 
 def test_a_judge_that_cannot_be_built_leaves_no_sandbox(monkeypatch: pytest.MonkeyPatch):
-    """A notebook goes on after the error."""
+    """The process, for example a notebook, continues after the error."""
     settings = ["scoring.reward=code", "scoring.rewards={code: 1, maths: 1}"]
     settings += ["sandbox.isolation=limits", "sandbox.warm_workers=1"]
     built, init = list[CodeRewards](), CodeRewards.__init__

@@ -73,11 +73,11 @@ def test_a_faulty_answer_is_counted_and_asked_for_again(
     fault, kind = FAULTS[name]
     # Short only where the fault is that nothing comes: a busy machine is not a fault.
     with attached(
-        [proxy.url], checkpoint, tmp_path, queue_timeout=4.0 if name == "hung" else 60.0
+        [proxy.url], checkpoint, tmp_path, queue_timeout=15.0 if name == "hung" else 60.0
     ) as pool:
         proxy.faults["/generate"] = [fault] * 2
         asked = requests(12)
-        rollouts = sample_all(pool, asked, PLAIN).result(timeout=60)
+        rollouts = sample_all(pool, asked, PLAIN).result(timeout=120)
         assert_sampled_from(checkpoint, asked, rollouts)
         expected = {f"engine_fault_{kind}": 2.0}
         if name == "aborted unasked":  # what it had is kept

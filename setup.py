@@ -79,7 +79,7 @@ setup(
         # The rollout client. The SGLang server pins another torch and transformers: give it its own
         # environment.
         "sglang": ["aiohttp>=3.10", "orjson>=3.10", "tenacity>=8.3"],
-        "agents": ["aiohttp>=3.10"],
+        "agents": ["aiohttp>=3.10", "tenacity>=8.3"],
         # modelopt imports requests without declaring it; the rest of its own hf extra is not
         # needed here.
         "quantize": ["nvidia-modelopt>=0.47", "requests>=2.31"],

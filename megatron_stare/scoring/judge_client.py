@@ -127,9 +127,14 @@ class JudgeClient:
         self, settings: JudgeConfig, urls: Callable[[], Sequence[str]], directory: Path | None
     ) -> None:
         self.settings, self.urls, self.kept = settings, urls, Kept(directory)
-        limits = settings.concurrency, settings.timeout, _MOST_BYTES
-        key = os.environ.get(settings.key_variable, "")
-        self._service = Service("judge", settings.attempts, *limits, key)
+        self._service = Service(
+            "judge",
+            attempts=settings.attempts,
+            concurrency=settings.concurrency,
+            timeout=settings.timeout,
+            most_bytes=_MOST_BYTES,
+            key=os.environ.get(settings.key_variable, ""),
+        )
         self._flying: dict[str, asyncio.Future[Any]] = {}
         self._look: asyncio.Future[Sequence[str]] | None = None  # at the addresses
 

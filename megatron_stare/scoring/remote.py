@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -24,12 +23,15 @@ from megatron_stare.event_loop import EventLoopThread
 from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, printable, unverifiable
 
 _RETRIED = (408, 429)
-_MOST_WAIT = 5.0  # seconds between two attempts
 _MOST_BYTES = 1 << 20  # of a reward model's answer
 
 
 class NoAnswer(Exception):
     """A server gives no answer, for this reason."""
+
+
+class _NoAnswerYet(NoAnswer):
+    """Another attempt may be answered."""
 
 
 class Service:
@@ -40,6 +42,7 @@ class Service:
     def __init__(
         self,
         reward: str,
+        *,
         attempts: int,
         concurrency: int,
         timeout: float,
@@ -47,13 +50,21 @@ class Service:
         key: str = "",
     ) -> None:
         try:
+            import tenacity
+
             from megatron_stare import http_client
         except ImportError as error:
             raise UserError(
                 f"scoring.reward={reward} needs {error.name}; install megatron-stare[agents]"
             ) from None
         self._http, self._key = http_client, key
-        self._attempts, self._limits = attempts, (timeout, most_bytes)
+        self._timeout, self._most_bytes = timeout, most_bytes
+        self._retrying = tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(attempts),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=5),
+            retry=tenacity.retry_if_exception_type(_NoAnswerYet),
+            reraise=True,
+        )
         self._places = asyncio.Semaphore(concurrency)
         self._connections: Any = None  # opened in the loop
 
@@ -65,26 +76,26 @@ class Service:
         """
         if self._connections is None:
             self._connections = self._http.session(self._http.authorization(self._key))
-        shown_url = reason = ""
-        for attempt in range(self._attempts):
-            if attempt:
-                await asyncio.sleep(random.uniform(0, min(_MOST_WAIT, 0.2 * 2**attempt)))
-            url = await address(attempt)
-            shown_url = re.sub("//[^/@]*@", "//", url)  # without a password
-            try:
-                async with self._places:
-                    status, content = await self._http.post_json(
-                        self._connections, url, body, *self._limits
-                    )
-            except (*self._http.FAULTS, ValueError) as error:
-                reason = f"{type(error).__name__} {error}"
-                continue
-            if status == 200:
-                return shown_url, content
-            reason = f"status {status} {shown(content)}"
-            if status not in _RETRIED and status < 500:
-                break
-        raise NoAnswer(f"{shown_url}: {reason}".strip())
+        async for attempt in self._retrying.copy():
+            with attempt:
+                url = await address(attempt.retry_state.attempt_number - 1)
+                return await self._post_once(url, body)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _post_once(self, url: str, body: bytes) -> tuple[str, bytes]:
+        shown_url = re.sub("//[^/@]*@", "//", url)  # without a password
+        try:
+            async with self._places:
+                status, content = await self._http.post_json(
+                    self._connections, url, body, self._timeout, self._most_bytes
+                )
+        except (*self._http.FAULTS, ValueError) as error:
+            reason = f"{shown_url}: {type(error).__name__} {error}".strip()
+            raise _NoAnswerYet(reason) from None
+        if status == 200:
+            return shown_url, content
+        kind = _NoAnswerYet if status in _RETRIED or status >= 500 else NoAnswer
+        raise kind(f"{shown_url}: status {status} {shown(content)}")
 
     async def close(self) -> None:
         """End the connections."""
@@ -106,8 +117,13 @@ class RemoteRewardModel:
             raise UserError(
                 f"scoring.remote_url={self._url!r} is not an address; write http://host:port/path"
             )
-        limits = scoring.remote_concurrency, scoring.remote_timeout, _MOST_BYTES
-        self._service = Service("remote", scoring.remote_attempts, *limits)
+        self._service = Service(
+            "remote",
+            attempts=scoring.remote_attempts,
+            concurrency=scoring.remote_concurrency,
+            timeout=scoring.remote_timeout,
+            most_bytes=_MOST_BYTES,
+        )
         self._thread = EventLoopThread("reward-model")
 
     def judge(self, samples: Sequence[Sample]) -> list[Verdict]:

@@ -8,6 +8,7 @@ node (process_worker.py).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,6 +28,11 @@ log = logging.getLogger(__name__)
 
 # First word of every seed tuple, so that training and evaluation never share random numbers.
 TRAINING, EVALUATION = 0, 1
+# Settings of agents that decide where they run and how they end, and so nothing of an episode.
+_OF_HOSTS = (
+    *("hosts", "episodes_per_host", "address", "port"),
+    *("grace_seconds", "heartbeat_seconds"),
+)
 
 
 class Resampling(NamedTuple):
@@ -120,13 +126,22 @@ def as_engine_error(what: str, error: BaseException) -> Exception:
     return EngineError(f"{what} failed ({error!r}); its traceback stands above")
 
 
+def episode_settings(config: Config) -> dict[str, Any]:
+    """The settings of the agent or of the tools that decide what an episode may look like; {} where
+    a rollout is one response.
+    """
+    if config.agents.active:
+        own = dataclasses.asdict(config.agents)
+        return {name: value for name, value in own.items() if name not in _OF_HOSTS}
+    return dataclasses.asdict(config.tools) if config.tools.environment else {}
+
+
 def sampling_digest(config: Config) -> str:
     """Names the settings that decide what a rollout of a prompt may look like. A rollout of other
     settings has log-probs, a length limit, tools, an agent or a greedy baseline that this run does
     not have.
     """
-    tools = config.tools if config.tools.environment else None
-    episodes = config.agents if config.agents.active else tools
+    episodes = episode_settings(config) or None
     greedy = checked_estimator(config.scoring).greedy
     return digest(repr((training_params(config), episodes, greedy)), 8)
 

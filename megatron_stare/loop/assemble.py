@@ -6,7 +6,6 @@ that bad input costs no model load.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -20,7 +19,7 @@ from megatron_stare.collect.judging import build_judge
 from megatron_stare.collect.local_worker import LocalWorker
 from megatron_stare.collect.process_worker import WorkerProcesses
 from megatron_stare.collect.rollout_buffer import RolloutBuffer
-from megatron_stare.collect.rollout_worker import is_streamed
+from megatron_stare.collect.rollout_worker import episode_settings, is_streamed
 from megatron_stare.collect.rounds import RolloutWorkers, decoded_together
 from megatron_stare.collect.worker_main import WorkerParts
 from megatron_stare.config import Config, UserError, differences
@@ -61,7 +60,6 @@ _MODEL_FILES = (
 _OF_SERVERS = ("sglang.weights", "sglang.server_args")
 _DECIDING = (
     *("policy.fp32_logits", "policy.weight_quantization", "data.chat_template_kwargs"),
-    *("agents.function", "agents.command", "agents.python", "agents.format", "agents.max_"),
     "sandbox.stateful",
 )
 
@@ -279,12 +277,11 @@ def policy_name(config: Config, weights: str) -> str:
     files = {
         name: file_digest(directory / name) for name in _MODEL_FILES if (directory / name).is_file()
     }
-    tools = dataclasses.asdict(config.tools) if config.tools.environment else {}
     deciding = _DECIDING + _OF_SERVERS * (engine == "sglang")
     changed = {
         key: value for key, _, value in differences(Config(), config) if key.startswith(deciding)
     }
-    name = [weights, files, engine, config.policy.dtype, tools]
+    name = [weights, files, engine, config.policy.dtype, episode_settings(config)]
     return json.dumps([*name, changed] if changed else name)
 
 

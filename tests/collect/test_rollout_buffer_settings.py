@@ -71,6 +71,8 @@ def test_another_agent_and_another_tool_limit_are_other_settings() -> None:
     tools = ["tools.environment=calculator"]
     options = [[], tools, [*tools, "tools.max_turns=3"], *agents]
     assert len({sampling_digest(override(Config(), each)) for each in options}) == 5
+    elsewhere = override(Config(), [*agents[0], "agents.hosts=5", "agents.port=30001"])
+    assert sampling_digest(elsewhere) == sampling_digest(override(Config(), agents[0]))
 
 
 def test_a_batch_that_was_sampled_ahead_is_too_old_for_a_run_on_policy(

@@ -143,7 +143,7 @@ def _run(day: Day, stage: Stage) -> Result:
         process.join(stage.limit)
         timed_out = process.is_alive()
     finally:
-        _end(process)
+        _end_from_kit(process)
     result = kept(day.path, stage.name) or Result(stage.name)
     result.seconds = round(time.monotonic() - begin, 1)
     if result.status == "unfinished":
@@ -155,14 +155,22 @@ def _run(day: Day, stage: Stage) -> Result:
     return result
 
 
-def _end(process: Any) -> None:
-    """End the stage with all that it started, which must not disturb the next one."""
-    left = below(process.pid)
-    process.terminate()
-    process.join(GRACE_SECONDS)
+def _end(stage: int, wait: Callable[[float], object]) -> None:
+    """End the stage with all that it started. What it has not ended itself after the grace, as in a
+    native call of a GPU that hangs, in which no handler of a signal runs, is killed.
+    """
+    left = below(stage)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.kill(stage, signal.SIGTERM)
+    wait(GRACE_SECONDS)
     kill(left)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(stage, signal.SIGKILL)
+
+
+def _end_from_kit(process: Any) -> None:
+    """End the stage's process, which must not disturb the next one."""
+    _end(process.pid, process.join)
     process.kill()  # if it had no group yet
     process.join(GRACE_SECONDS)  # one that a driver holds in the kernel stays
 
@@ -218,17 +226,11 @@ def _work(day: Day, stage: Stage, log: Path) -> None:
 
 
 def _end_with_kit() -> None:
-    """Wait for the end of the kit's process, then end this stage as `_end` does; a native call, for
-    example of a GPU that hangs, does not let a signal's handler run.
-    """
+    """End this stage once the kit's process has ended."""
     kit = multiprocessing.parent_process()
     assert kit is not None, "a stage is a child"
     kit.join()
-    left = below(os.getpid())
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(GRACE_SECONDS)
-    kill(left)
-    os.killpg(0, signal.SIGKILL)
+    _end(os.getpid(), time.sleep)
 
 
 def _on_rank[T](work: Callable[..., T], *arguments: Any) -> T:

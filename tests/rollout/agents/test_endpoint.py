@@ -57,6 +57,13 @@ class Client:
         self.endpoint.open(session)
         return session
 
+    def asked(self, body: Any) -> Any:
+        """A request of the session, whose answer is still to be read."""
+        url = f"{self.endpoint.url}/v1/chat/completions"
+        return self.http.post(
+            url, json=body, headers={"Authorization": f"Bearer {self.session.key}"}
+        )
+
     async def post(
         self, body: Any, key: str | None = None, path: str = "/v1", **headers: str
     ) -> tuple[int, Any]:
@@ -280,10 +287,7 @@ def test_a_slow_answer_sends_heartbeats(tokenizer: PreTrainedTokenizerBase, stre
     async def play() -> None:
         async with Client(tokenizer, lambda *_: "12<|end|>") as client:
             client.inner.held = True
-            url = f"{client.endpoint.url}/v1/chat/completions"
-            headers = {"Authorization": f"Bearer {client.session.key}"}
-            body = {**ASKED, "stream": stream}
-            async with client.http.post(url, json=body, headers=headers) as answer:
+            async with client.asked({**ASKED, "stream": stream}) as answer:
                 beat = await answer.content.readany()
                 beat += await answer.content.readany()
                 assert beat.strip(b" ") == b"" if not stream else beat.startswith(b": waiting\n\n")
@@ -303,9 +307,7 @@ def test_an_episode_that_ends_after_its_client_left_is_no_error_of_the_server(
     async def play() -> None:
         async with Client(tokenizer, lambda *_: "12<|end|>") as client:
             client.inner.held = True
-            url = f"{client.endpoint.url}/v1/chat/completions"
-            headers = {"Authorization": f"Bearer {client.session.key}"}
-            async with client.http.post(url, json=ASKED, headers=headers) as answer:
+            async with client.asked(ASKED) as answer:
                 await answer.content.readany()
                 ((delivery,),) = client.session._deliveries.values()
                 answer.close()
@@ -328,13 +330,12 @@ def test_clients_that_are_killed_leave_no_error_in_the_log(
     async def play() -> None:
         async with Client(tokenizer, lambda *_: "12<|end|>") as client:
             client.inner.held = True
-            url = f"{client.endpoint.url}/v1/chat/completions"
-            headers = {"Authorization": f"Bearer {client.session.key}"}
-            _, writer = await asyncio.open_connection("127.0.0.1", int(url.split("/")[2][10:]))
+            port = int(client.endpoint.url.rpartition(":")[2])
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
             head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
             writer.write(head.encode())
             await writer.drain()
-            async with client.http.post(url, json=ASKED, headers=headers) as answer:
+            async with client.asked(ASKED) as answer:
                 await answer.content.readany()
                 answer.close()
             writer.close()

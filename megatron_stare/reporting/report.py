@@ -60,7 +60,7 @@ def keep_report(run: Path) -> None:
     """`write_report` of a run or comparison that has ended. What keeps it from the page, such as a
     full disk, is a warning.
     """
-    keep = BestEffort(f"`report {run}` writes the page when that is mended", UserError)
+    keep = BestEffort(f"`report {run}` writes the page once that is fixed", UserError)
     keep(lambda: write_report([run]))
 
 

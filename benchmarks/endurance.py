@@ -1,10 +1,10 @@
-"""Fully asynchronous runs of a tiny model with worker processes, killed at random, or long.
+"""Fully asynchronous runs of a tiny model, killed at random, or long.
 
 `kills`: each run gets SIGKILLs at random moments (while it starts, samples, trains or saves) and
 is resumed by the same command. When it has ended, every step is replayed in this process. Exit
 code 1: a step differs, or a run does not end.
 
-`steps`: one run; its memory, descriptors and threads, and those of its worker processes, ten times.
+`steps`: one run; its memory, descriptors and threads, and those of its processes, ten times.
 
     python benchmarks/endurance.py kills --runs 4 --kills 5
     python benchmarks/endurance.py steps --steps 10000
@@ -57,10 +57,9 @@ def main() -> None:
 
 
 def config_of(place: Path, *options: str) -> Path:
-    """The file of a fully asynchronous run with worker processes and a journal."""
+    """The file of a fully asynchronous run."""
     settings = ("rollout.asynchrony=fully_async", "rollout.max_staleness=2")
-    settings += ("rollout.workers_per_node=2", "rollout.engine_batch_size=8")
-    settings += ("rollout.dynamic_sampling=false",)
+    settings += ("rollout.engine_batch_size=8", "rollout.dynamic_sampling=false")
     place.mkdir(parents=True, exist_ok=True)
     dump(small_config(place.resolve(), *settings, *options), place / "run.yaml")
     return place / "run.yaml"

@@ -82,7 +82,7 @@ class Server:
 
 @dataclass
 class Servers:
-    """A RolloutWorker on simulated servers."""
+    """The methods of RolloutWorker that a dispatcher calls, on simulated servers."""
 
     servers: Sequence[Server]
     config: Config
@@ -167,26 +167,26 @@ def measured(plan: RunPlan, options: argparse.Namespace) -> tuple[float, float, 
     """
     config, rollout = plan.config, plan.config.rollout
     lengths = lengths_of(config, options.mean, options.sigma)
-    workers = Servers(simulated(plan), config, lengths)
-    dispatcher = PromptDispatcher(config, Stream(), RolloutWorkers([0], 1, [workers]))  # type: ignore[arg-type, list-item]
+    worker = Servers(simulated(plan), config, lengths)
+    dispatcher = PromptDispatcher(config, Stream(), RolloutWorkers([0], worker))  # type: ignore[arg-type]
     seconds, trained, long = list[float](), 0.0, 0
     for step in range(options.steps):
-        begin = workers.clock
+        begin = worker.clock
         limit = rollout.over_sampling_batch_size or rollout.rollout_batch_size
         dispatcher.set_step(step, limit, 0)
         full = dispatcher.enough(rollout.rollout_batch_size)
         while not full.done():
-            workers.tick()
+            worker.tick()
         full.result()
         dispatcher.pause()
         groups = dispatcher.next_groups()
         dispatcher.keep(0)
         chosen = groups[: rollout.rollout_batch_size]
         trained += sum(sum(lengths(group.prompt.index)) for group in chosen)
-        seconds.append(workers.clock - begin)
+        seconds.append(worker.clock - begin)
         long += dispatcher.is_long_round
     mean = statistics.fmean(seconds)
-    return mean, max(seconds), workers.sampled / trained, long / options.steps
+    return mean, max(seconds), worker.sampled / trained, long / options.steps
 
 
 def lengths_of(config: Config, mean: float, sigma: float) -> Callable[[int], Sequence[float]]:

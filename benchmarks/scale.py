@@ -3,7 +3,6 @@
     OMP_NUM_THREADS=1 python benchmarks/scale.py                64 servers, 4,096 rollouts
     OMP_NUM_THREADS=1 python benchmarks/scale.py --rollouts 256 --tokens 8192 --servers 8 \
         --worlds 2 4 8 --rounds 1                               a minute
-    OMP_NUM_THREADS=1 python benchmarks/scale.py --rollouts 256 --worlds --workers 1 2 4 8
     OMP_NUM_THREADS=1 python benchmarks/scale.py --json scale.json
 
 Servers speak SGLang's protocol and compute nothing; answers have 1 to --tokens tokens, drawn by a
@@ -12,8 +11,6 @@ that servers and other programs next to them are not in them.
 
 "sampling": one process is the client of all servers and writes the journal. "in flight": how long
 it works until none of --rollouts requests is in flight any more, from the word that ends them.
-"workers": the same through --workers worker processes of one trainer (workers.py), with their
-tokens per second; the servers, which are one process, use the same cores.
 "ranks": gloo ranks on this machine that share a batch as data-parallel ranks do. Seconds are those
 of all ranks together, with the kernel's for them. Memory and bytes sent are the worst rank's, taken
 once more with a glibc that gives freed memory back at once. "beyond": peak memory above what a rank
@@ -45,12 +42,8 @@ from transformers.utils.logging import disable_progress_bar
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import _exchanging_ranks as exchanging
-from benchmarks import workers
 from benchmarks._fake_rollouts import PHASES, REST, SAMPLES, Sampled, interrupted, sample
 from benchmarks._measuring import machine
-from megatron_stare.config import Config, override
-from megatron_stare.policy import topology as topologies
-from tests.rollout.sglang.fake_server import fake_servers
 
 # As in long_sequence.py: larger tensors are mapped by themselves.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_TRIM_THRESHOLD_": str(1 << 16)}
@@ -68,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=32768, help="of the longest response")
     parser.add_argument("--servers", type=int, default=64)
     parser.add_argument("--stream-interval", type=int, default=512)
-    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--worlds", type=int, nargs="*", default=[2, 4, 16, 64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -83,8 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         document["sampling"] = sampling(Path(folder), sizes, options)
         document["in flight"] = in_flight(Path(folder), options)
-        if options.workers:
-            document["workers"] = worker_processes(Path(folder), options)
     if options.worlds:
         document["ranks"] = ranks(sizes, options)
     document["short"] = short(*SHORT, options.rounds)
@@ -155,30 +145,8 @@ def in_flight(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def worker_processes(folder: Path, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Table 3."""
-    table = Table(title=f"{options.rollouts:,} rollouts through worker processes")
-    for name in ("workers", "tokens/s", "trainer ms per 32k", "workers ms per 32k"):
-        table.add_column(name, justify="right")
-    rows = []
-    with (
-        fake_servers(options.servers, shortest=1, longest=options.tokens) as urls,
-        topologies.session(Config().policy) as topology,
-    ):
-        base = workers.settings(folder / "workers", urls, options.tokens, options.rollouts)
-        for count in options.workers:
-            own = [f"rollout.workers_per_node={count}", f"run.dir={folder}/run_{count}"]
-            found = workers.measured(override(base, own), topology)
-            rate = found["tokens"] * options.rollouts / found["seconds"]
-            figures = [found[name] / found["tokens"] * ROLLOUT for name in ("trainer", "workers")]
-            table.add_row(str(count), f"{rate:,.0f}", *(f"{figure:.1f}" for figure in figures))
-            rows.append({"count": count, "tokens per second": rate, **found})
-    CONSOLE.print(table)
-    return rows
-
-
 def ranks(sizes: list[int], options: argparse.Namespace) -> dict[str, Any]:
-    """Table 4."""
+    """Table 3."""
     worlds = sorted(options.worlds)
     cases = [(worlds[0], size) for size in sizes[:-1]]
     cases += [(world, sizes[-1]) for world in worlds]
@@ -210,7 +178,7 @@ def ranks(sizes: list[int], options: argparse.Namespace) -> dict[str, Any]:
 
 
 def short(rollouts: int, longest: int, rounds: int) -> dict[str, float]:
-    """Table 5."""
+    """Table 4."""
     found = [exchanging.packed(rollouts, longest, ROLLOUT) for _ in range(rounds)]
     seconds, tokens, batches = (statistics.median(each) for each in zip(*found, strict=True))
     table = Table(title=f"{rollouts:,} rollouts of 1 to {longest} tokens, packed for one rank")

@@ -170,7 +170,7 @@ def generate(
     the same responses on the embedded engine. Rewards are not computed. Collective; the groups are
     on the first rank, the other ranks return none.
     """
-    from megatron_stare.collect.rollout_worker import training_params
+    from megatron_stare.collect.sampling_settings import training_params
     from megatron_stare.data.prompts import check_template
     from megatron_stare.loop.assemble import policy_engine
     from megatron_stare.loop.resolve import load_tokenizer, offered_tools

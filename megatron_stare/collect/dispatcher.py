@@ -31,7 +31,7 @@ from megatron_stare.records import Group, Prompt
 
 
 class PromptDispatcher:
-    """Keeps prompts in flight on the workers of rank 0: as one is judged, the next is drawn.
+    """Keeps prompts in flight on the worker of rank 0: as one is judged, the next is drawn.
 
     At most `limit` prompts are in flight, ready, or `kept` by the buffer, so that each is trained
     before it is older than rollout.max_staleness; 0 draws none. A rollout in flight that gets too
@@ -40,7 +40,8 @@ class PromptDispatcher:
 
     def __init__(self, config: Config, stream: PromptStream, workers: RolloutWorkers) -> None:
         self.config, self.stream = config, stream
-        self.workers = workers.own
+        assert workers.own is not None, "rank 0 has a worker"
+        self.worker = workers.own
         self._partial: PartialRollouts = {}  # of earlier attempts
         self.step, self.limit, self.kept = 0, 0, 0
         self.gathers = config.rollout.long_tail == "gather"
@@ -62,8 +63,7 @@ class PromptDispatcher:
             self.step, self.limit, self.kept = step, limit, kept
             self._ready = [group for group in self._ready if group.oldest_version >= self._oldest]
             first = self._divided_tail() if self.gathers else self._unstarted
-            for worker in self.workers:
-                worker.set_step(step, frozenset(self._held))
+            self.worker.set_step(step, frozenset(self._held))
             self._unstarted = [index for index in self._unstarted if index not in first]
             self._begin([self.stream.at(index) for index in first])
             self._partial = {}
@@ -91,13 +91,13 @@ class PromptDispatcher:
             self.kept = count
             self._fill()
 
-    def pause(self) -> list[Future[None]]:
+    def pause(self) -> Future[None]:
         """Abort all requests and start nothing; done when all have returned. The next `set_step`
         continues them.
         """
         with self._lock:
             self.limit = 0
-            return [worker.pause() for worker in self.workers]
+            return self.worker.pause()
 
     @property
     def open_prompts(self) -> int:
@@ -109,8 +109,7 @@ class PromptDispatcher:
         with self._lock:
             self.limit = 0
             self._fail(EngineError("sampling was stopped"))
-            for worker in self.workers:
-                worker.stop()
+            self.worker.stop()
 
     def state(self) -> tuple[int, list[int], list[Group]]:
         """The stream's position, the indices of prompts that are not judged, the ready groups."""
@@ -173,14 +172,11 @@ class PromptDispatcher:
             self._begin(self.stream.draw(room))
 
     def _begin(self, prompts: Sequence[Prompt]) -> None:
-        """Start each prompt on the worker that its index names, so that the journal knows it."""
+        if not prompts:
+            return
         self._begun |= {prompt.index for prompt in prompts}
-        for number, worker in enumerate(self.workers):
-            own = [prompt for prompt in prompts if prompt.index % len(self.workers) == number]
-            for prompt, group in zip(
-                own, worker.start(own, self._partial) if own else (), strict=True
-            ):
-                group.add_done_callback(functools.partial(self._take_in, prompt.index))
+        for prompt, group in zip(prompts, self.worker.start(prompts, self._partial), strict=True):
+            group.add_done_callback(functools.partial(self._take_in, prompt.index))
 
     def _take_in(self, index: int, judged: Future[Group]) -> None:
         try:

@@ -3,13 +3,13 @@ again.
 
 A frame is MAGIC, the lengths of its two parts, their CRC-32, a line of JSON with every field that
 is not an array, and then the arrays, little-endian, one after another. Frames follow each other
-without a gap; a torn or damaged one does not hide the next. Checkpoints, and messages between
-processes, hold rollouts in the same form.
+without a gap; a torn or damaged one does not hide the next. Checkpoints hold rollouts in the same
+form.
 
-Each step has one file under run.dir/rollouts, or in a worker process's folder below it, with one
-frame per rollout. A frame goes to the operating system as soon as the rollout is
-finished and is flushed to the disk once per step: a kill costs at most the frame being written, a
-power cut at most one step. A rollout's key is its prompt's index and its number.
+Each step has one file under run.dir/rollouts, with one frame per rollout. A frame goes to the
+operating system as soon as the rollout is finished and is flushed to the disk once per step: a kill
+costs at most the frame being written, a power cut at most one step. A rollout's key is its prompt's
+index and its number.
 
 Every frame names the *attempt* that wrote it: each start or resume of a run is one. attempts.json
 holds the step at which each attempt began. Weights are numbered by step, so a run that goes back to
@@ -31,7 +31,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import FileIO
-from mmap import mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,9 +84,9 @@ def frame(record: Prompt | Rollout, **extra: Any) -> bytes:
     return MAGIC + _LENGTHS.pack(len(line), len(body) - len(line), zlib.crc32(body)) + body
 
 
-def read_frames(content: bytes | mmap) -> Iterator[Frame | InvalidBytes]:
-    """Every frame and every stretch that is not a frame, in order. Arrays are copied: a view of
-    mapped memory would keep its file open.
+def read_frames(content: bytes) -> Iterator[Frame | InvalidBytes]:
+    """Every frame and every stretch that is not a frame, in order. Arrays are copied: a view would
+    keep the whole content in memory.
     """
     place = 0
     while place < len(content):
@@ -135,7 +134,7 @@ def partial_frames(partial: PartialRollouts) -> Iterator[bytes]:
             yield frame(rollout, key=(index, number))
 
 
-def partial_in(content: bytes | mmap) -> PartialRollouts:
+def partial_in(content: bytes) -> PartialRollouts:
     """The rollouts of `partial_frames`. ValueError: a frame is damaged."""
     found: dict[int, dict[int, Rollout]] = {}
     for _, rollout, extra in whole_frames(content):
@@ -145,7 +144,7 @@ def partial_in(content: bytes | mmap) -> PartialRollouts:
     return found
 
 
-def whole_frames(content: bytes | mmap) -> Iterator[Frame]:
+def whole_frames(content: bytes) -> Iterator[Frame]:
     """The frames of these bytes. ValueError: one is damaged."""
     for found in read_frames(content):
         if isinstance(found, InvalidBytes):
@@ -153,7 +152,7 @@ def whole_frames(content: bytes | mmap) -> Iterator[Frame]:
         yield found
 
 
-def _frame_at(content: bytes | mmap, place: int) -> tuple[Frame, int]:
+def _frame_at(content: bytes, place: int) -> tuple[Frame, int]:
     """The frame at `place`, and its end. ValueError, TypeError, KeyError, RecursionError: no valid
     frame begins there.
     """
@@ -194,7 +193,7 @@ class Journal:
         mine: Callable[[Key], bool] = lambda key: True,
         attempts: dict[str, int] | None = None,
     ) -> None:
-        """`attempts`: those of the run, where another process has started the last of them."""
+        """`attempts`: given where another part of the program has started the last of them."""
         self.directory, self.folder, self.mine = directory, directory / folder, mine
         self._attempts = attempts
         self.found: dict[Key, Rollout] = {}  # of earlier attempts, not used yet
@@ -207,9 +206,8 @@ class Journal:
         self._unwritten: deque[bytes] = deque()
 
     def open(self, step: int, oldest: int | None = None) -> None:
-        """Start an attempt at `step`, or join the one that another process started, and read what
-        earlier attempts finished, without rollouts that have a token of weights before version
-        `oldest`.
+        """Start an attempt at `step`, or join the last of those given, and read what earlier
+        attempts finished, without rollouts that have a token of weights before version `oldest`.
 
         Rollouts of weights that this attempt has lost are kept and count as one step older than
         the newest weights that both attempts share: the log-probs they were sampled with are still

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy
 
-from megatron_stare.collect.rollout_worker import Resampling
+from megatron_stare.collect.sampling_settings import Resampling
 from megatron_stare.config import Config, ResamplingConfig, RolloutConfig, UserError
 from megatron_stare.losses import find_objective
 from megatron_stare.records import Group, Rollout, RolloutMeta

@@ -7,7 +7,7 @@
 
 How prompts are sampled follows from rollout.asynchrony:
 
-    on_policy       rounds of prompts on every rank that has workers, when a step asks for its batch
+    on_policy       rounds of prompts on every rank with a worker, when a step asks for its batch
     one_step_off    the same, while the step before trains; every batch is one step old
     fully_async     without end, by a dispatcher on rank 0 (dispatcher.py); max_staleness bounds the
                     age of a group
@@ -22,7 +22,6 @@ Invariants:
 - No group older than rollout.max_staleness is trained; 0 is synchronous.
 - A group holds all rollouts of its prompt, from one judge call.
 - All ranks choose the same batch; each group's tokens are on one rank.
-- On-policy rollouts of one turn from the embedded engine do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -52,12 +51,10 @@ from megatron_stare.collect.resampling import (
     find_method,
     is_wanted,
 )
-from megatron_stare.collect.rollout_worker import added, is_streamed, split_by_settings
 from megatron_stare.collect.rounds import (
     RolloutWorkers,
     SamplingRound,
     all_gather_groups,
-    decoded_together,
     group_state,
     groups_of,
     partial_of,
@@ -65,6 +62,7 @@ from megatron_stare.collect.rounds import (
     scatter_groups,
     start_round,
 )
+from megatron_stare.collect.sampling_settings import is_streamed, split_by_settings
 from megatron_stare.config import Config, NoSignalError
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.policy.topology import Topology, agreed
@@ -178,13 +176,13 @@ class RolloutBuffer:
         """Abort sampling, from any thread: a waiting `collect` raises an EngineError."""
         if self.dispatcher is not None:
             self.dispatcher.stop()
-        else:
-            for worker in self.workers.own:
-                worker.stop()
+        elif self.workers.own is not None:
+            self.workers.own.stop()
 
     def close(self) -> None:
-        """End the workers. Closing the engine is its owner's job."""
-        self.workers.close()
+        """End this rank's worker. Closing the engine is its owner's job."""
+        if self.workers.own is not None:
+            self.workers.own.close()
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, with groups as bytes (journal.py). Between `collect` and
@@ -230,10 +228,7 @@ class RolloutBuffer:
         fits = state["by_rollout"] == self.by_rollout  # groups and single rollouts do not mix
         whole = not self.by_rollout
         usable, other = split_by_settings(groups, self.config, whole) if fits else ([], groups)
-        # An older form of `open` has a dictionary for each prompt, and partial rollouts elsewhere:
-        # they are sampled again.
-        waiting = [each["index"] if isinstance(each, dict) else each for each in state["open"]]
-        open_ = sorted({*waiting, *(group.prompt.index for group in other)})
+        open_ = sorted({*state["open"], *(group.prompt.index for group in other)})
         self.stream.position, self._surprisal = state["position"], state["surprisal"]
         self.history = PromptHistory(state["history"])
         # Only one_step_off trains a batch of the weights before; else it must be fresh enough.
@@ -269,9 +264,9 @@ class RolloutBuffer:
         """The position, in which the batch that is being trained is ready again, and the partial
         rollouts of the prompts that wait.
         """
-        own: dict[int, Mapping[int, Rollout]] = {}
+        worker, own = self.workers.own, dict[int, Mapping[int, Rollout]]()
         # Before rank 0 says what is open: what is judged meanwhile is among its ready groups.
-        agreed(self.topology, lambda: [own.update(w.partial_rollouts()) for w in self.workers.own])
+        agreed(self.topology, lambda: own.update(worker.partial_rollouts() if worker else {}))
         position, open_, judged = self.dispatcher.state() if self.dispatcher else (0, [], [])
         position, open_ = self.topology.gather((position, open_))[0]
         partial = {index: own[index] for index in open_ if index in own}
@@ -354,7 +349,7 @@ class RolloutBuffer:
                 waiting = [dispatcher.enough(self.full - kept)]
             self.engine.wait(waiting)
             if self.config.rollout.asynchrony != "fully_async":
-                self.engine.wait(dispatcher.pause() if dispatcher is not None else [])
+                self.engine.wait([dispatcher.pause()] if dispatcher is not None else [])
             if dispatcher is not None:
                 judged.extend(dispatcher.next_groups())
 
@@ -412,10 +407,7 @@ class RolloutBuffer:
         fresh: Sequence[Group] = ()
         if indices:
             prompts = [self.stream.at(index) for index in indices]
-            together = self.workers.together
-            if together:
-                together = decoded_together(self.config, again.samples)
-            begun = start_round(self.engine, self.workers, prompts, self.topology, again, together)
+            begun = start_round(self.engine, self.workers, prompts, self.topology, again)
             fresh = with_advantages(begun.finish(), self.config.scoring)
         return method.joined(groups, fresh, surprisal)
 
@@ -427,13 +419,15 @@ class RolloutBuffer:
 
     def _counts(self) -> Counter[str]:
         """The counts of all workers of all ranks, summed, and of the prompts by their states."""
-        found = added(worker.counts() for worker in self.workers.own)
+        found = Counter(self.workers.own.counts() if self.workers.own is not None else {})
         if self.dispatcher is not None:
             found["open_prompts"] = self.dispatcher.open_prompts
             if self.dispatcher.gathers:
                 found["long_round"] = int(self.dispatcher.is_long_round)
         if self.streamed or len(self.workers.ranks) > 1:
-            found = added(self.topology.gather(found))
+            everyone, found = self.topology.gather(found), Counter[str]()
+            for counts in everyone:
+                found.update(counts)
         found["surplus_groups"] = len(self.ready)
         if self._changed:
             found["changed_rollouts_dropped"] += self._changed

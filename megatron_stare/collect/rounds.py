@@ -1,5 +1,5 @@
-"""Prompts to the workers of all ranks, and judged groups back: the rank that sampled a group holds
-its tokens, the others its RolloutMeta.
+"""Prompts to the rollout workers of all ranks, and judged groups back: the rank that sampled a
+group holds its tokens, the others its RolloutMeta.
 
 Every rank knows the rewards, versions and lengths of all rollouts, so that all ranks choose and
 pack the same batch. Tokens and texts stay on the holder until `pack` sends the tokens to the ranks
@@ -26,8 +26,8 @@ from megatron_stare.collect.journal import (
     partial_frames,
     partial_in,
 )
-from megatron_stare.collect.rollout_worker import Resampling, RolloutWorker
-from megatron_stare.config import Config
+from megatron_stare.collect.rollout_worker import RolloutWorker
+from megatron_stare.collect.sampling_settings import Resampling
 from megatron_stare.numerics.exchange import all_gather_bytes
 from megatron_stare.policy.checkpoints.actor_state import ShardedBytes
 from megatron_stare.policy.topology import Topology, agreed
@@ -39,36 +39,14 @@ _FIELDS = [each.name for each in dataclasses.fields(RolloutMeta)]
 
 @dataclass(frozen=True)
 class RolloutWorkers:
-    """The workers of a run: `per_rank` on each of `ranks`; `own` are those of this rank."""
+    """The workers of a run, one on each of `ranks`; `own` is this rank's, if it has one."""
 
     ranks: Sequence[int]
-    per_rank: int
-    own: Sequence[RolloutWorker]
-    # The last bits of an embedded engine's log-probs depend on which prompts are decoded in one
-    # batch. So this many prompts are assigned as one block, for any number of workers; 0: prompts
-    # are never assigned in blocks.
-    together: int = 0
+    own: RolloutWorker | None
 
-    def close(self) -> None:
-        """End this rank's workers."""
-        for worker in self.own:
-            worker.close()
-
-    def assigned(self, prompts: Sequence[Prompt], together: int = 0) -> list[tuple[int, int]]:
-        """The worker of each prompt: its rank and its number there. The same on every rank. It
-        depends on the prompt's index alone, so that a journal knows its owner, unless prompts are
-        assigned in blocks. `together` replaces that of the workers.
-        """
-        together = together or self.together
-        number = {place: prompt.index for place, prompt in enumerate(prompts)}
-        if together > 1:
-            order = sorted(range(len(prompts)), key=lambda place: len(prompts[place].token_ids))
-            number = {place: turn // together for turn, place in enumerate(order)}
-        count = len(self.ranks)
-        return [
-            (self.ranks[number[place] % count], number[place] // count % self.per_rank)
-            for place in range(len(prompts))
-        ]
+    def assigned(self, prompts: Sequence[Prompt]) -> list[int]:
+        """The rank that samples each prompt, the same on every rank."""
+        return [self.ranks[prompt.index % len(self.ranks)] for prompt in prompts]
 
 
 @dataclass(frozen=True)
@@ -96,28 +74,17 @@ def start_round(
     prompts: Sequence[Prompt],
     topology: Topology,
     again: Resampling | None = None,
-    together: int = 0,
 ) -> SamplingRound:
     """Send each prompt to its worker, under the engine's weights; with `again` for more rollouts of
-    a judged prompt. `together` replaces RolloutWorkers.together.
+    a judged prompt.
     """
-    places = workers.assigned(prompts, together)
-    groups: dict[int, Future[Group]] = {}
-    for number, worker in enumerate(workers.own):
-        worker.set_step(engine.version)
-        own = [
-            p for p, place in zip(prompts, places, strict=True) if place == (topology.rank, number)
-        ]
-        groups |= zip([p.index for p in own], worker.start(own, resampling=again), strict=True)
-    mine = [groups[prompt.index] for prompt in prompts if prompt.index in groups]
-    return SamplingRound(engine, topology, [rank for rank, _ in places], mine)
-
-
-def decoded_together(config: Config, samples: int) -> int:
-    """RolloutWorkers.together for prompts of `samples` rollouts each."""
-    if config.rollout.engine != "embedded":
-        return 1
-    return max(1, config.rollout.engine_batch_size // samples)
+    ranks = workers.assigned(prompts)
+    mine: list[Future[Group]] = []
+    if workers.own is not None:
+        own = [p for p, rank in zip(prompts, ranks, strict=True) if rank == topology.rank]
+        workers.own.set_step(engine.version)
+        mine = workers.own.start(own, resampling=again)
+    return SamplingRound(engine, topology, ranks, mine)
 
 
 def all_gather_groups(groups: Sequence[Group], topology: Topology) -> list[list[Group]]:

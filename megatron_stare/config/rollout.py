@@ -118,16 +118,6 @@ class RolloutConfig:
     """Leave special tokens out of the text that verifiers read."""
     engine_batch_size: Count = 256
     """Number of sequences that the embedded engine decodes together."""
-    workers_per_node: Annotated[Integer, Ge(-1), Le(64)] = -1
-    """Number of processes on the first node that sample and judge next to the trainer; 0 does this
-    in the trainer's process, -1 means 1 with SGLang servers, else 0."""
-
-    @property
-    def workers(self) -> int:
-        """workers_per_node with -1 resolved."""
-        if self.workers_per_node >= 0:
-            return self.workers_per_node
-        return int(self.engine == "sglang")
 
     @property
     def staleness_limit(self) -> int:

@@ -1,5 +1,5 @@
-"""Builds what a configuration asks for: the parts of a run, of one worker process and of an
-evaluation without training; an engine with a checkpoint's policy. Cheapest checks come first, so
+"""Builds what a configuration asks for: the parts of a run and of an evaluation without training;
+an engine with a checkpoint's policy. Cheapest checks come first, so
 that bad input costs no model load.
 """
 
@@ -7,28 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.collect.journal import Journal, journal_directory
 from megatron_stare.collect.judging import build_judge
-from megatron_stare.collect.local_worker import LocalWorker
-from megatron_stare.collect.process_worker import WorkerProcesses
 from megatron_stare.collect.rollout_buffer import RolloutBuffer
-from megatron_stare.collect.rollout_worker import episode_settings, is_streamed
-from megatron_stare.collect.rounds import RolloutWorkers, decoded_together
-from megatron_stare.collect.worker_main import WorkerParts
+from megatron_stare.collect.rollout_worker import RolloutWorker
+from megatron_stare.collect.rounds import RolloutWorkers
+from megatron_stare.collect.sampling_settings import episode_settings, is_streamed
 from megatron_stare.config import Config, UserError, differences
 from megatron_stare.data.prompts import prompts_digest
 from megatron_stare.loop import run_directory
 from megatron_stare.loop.evaluation import (
     EvaluationSet,
     Evaluator,
-    Examiner,
     build_sets,
 )
 from megatron_stare.loop.learn import Learner
@@ -45,10 +41,8 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.problem_scores import EVALUATION, Problem
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Engine
-from megatron_stare.rollout.sglang.pool import PoolReplica
 from megatron_stare.rollout.tools.engine import ToolEngine
 from megatron_stare.scoring.judge import Judge
-from megatron_stare.sync.served_engine import served_model
 from megatron_stare.system import file_digest, raise_file_limit
 
 # Of a model directory, next to its weights: all that decides what is sampled from them.
@@ -92,16 +86,13 @@ def assemble(config: Config, topology: Topology) -> Parts:
             for line in lines:
                 print(line, flush=True)
         sets = evaluation_sets(config, tokenizer, topology)
-        workers = build_workers(config, topology)
-        if workers is not None:
-            on_failure.callback(workers.close)
-        engine = build_engine(config, tokenizer, topology, workers)
+        engine = build_engine(config, tokenizer, topology)
         on_failure.callback(engine.close)
-        evaluator = Evaluator(config, sets, engine, judge, topology, workers)
+        evaluator = Evaluator(config, sets, engine, judge, topology)
         actor = Actor(config, topology, config.train.num_rollout * updates_per_rollout(config))
         witness = Witness(config, actor, engine, stream, tokenizer)
         learner = Learner(config, objective, actor, tokenizer, witness)
-        rollout_workers = _rollout_workers(config, engine, judge, topology, workers)
+        rollout_workers = _rollout_workers(config, engine, judge, topology)
         collector = RolloutBuffer(config, stream, engine, rollout_workers, topology)
         on_failure.pop_all()
         return Parts(actor, engine, collector, evaluator, judge, learner)
@@ -118,14 +109,9 @@ def evaluation_sets(
     return sets
 
 
-def build_engine(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    topology: Topology,
-    workers: WorkerProcesses | None = None,
-) -> Engine:
+def build_engine(config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> Engine:
     """The rollout engine, with tools where there are any; weights not yet loaded. Collective;
-    its user closes it. What it does concerns the `workers` too.
+    its user closes it.
     """
     if config.rollout.engine == "sglang":
         try:
@@ -134,12 +120,9 @@ def build_engine(
             raise UserError(
                 f"rollout.engine=sglang needs {error.name}; install megatron-stare[sglang]"
             ) from None
-        announce = workers.announce if workers else None
-        engine: Engine = ServedEngine(config, tokenizer, topology, announce)
+        engine: Engine = ServedEngine(config, tokenizer, topology)
     else:
-        engine = embedded = embedded_engine(config, tokenizer, topology.world_size)
-        if workers is not None:
-            embedded.follower = workers.load_weights
+        engine = embedded_engine(config, tokenizer, topology.world_size)
     try:
         return with_tools(engine, config, tokenizer)
     except BaseException:
@@ -216,54 +199,19 @@ def policy_engine(
         yield engine, model
 
 
-def build_workers(config: Config, topology: Topology) -> WorkerProcesses | None:
-    """The worker processes of a run that has some; the caller closes them."""
-    if not config.rollout.workers:
-        return None
-    return WorkerProcesses(config, topology, build_worker_parts)
-
-
 def _rollout_workers(
-    config: Config,
-    engine: Engine,
-    judge: Judge,
-    topology: Topology,
-    processes: WorkerProcesses | None,
+    config: Config, engine: Engine, judge: Judge, topology: Topology
 ) -> RolloutWorkers:
-    """The worker processes, on rank 0; without any, one local worker on every rank that the engine
-    takes requests on. A stream always samples on rank 0 and has a journal there; a round of the
-    embedded engine that is interrupted is sampled again.
+    """One worker on every rank that the engine takes requests on; a stream always samples on rank
+    0. A journal keeps finished rollouts, except those of a round of the embedded engine, which is
+    sampled again: then the same prompts are decoded in one batch, and the run repeats itself.
     """
-    rollout, streamed = config.rollout, is_streamed(config)
-    if processes is not None:
-        together = 0 if streamed else decoded_together(config, rollout.n_samples_per_prompt)
-        return RolloutWorkers([0], rollout.workers, processes.workers, together)
+    streamed = is_streamed(config)
     ranks = range(1 if streamed else engine.sources)
-    journal = Journal(journal_directory(config)) if streamed else None
-    own = [LocalWorker(config, engine, judge, journal)] if topology.rank in ranks else []
-    return RolloutWorkers(ranks, 1, own)
-
-
-def build_worker_parts(config: Config) -> WorkerParts:
-    """An engine, a judge and an evaluator for one worker process. Runs in that process."""
-    judge = build_judge(config)
-    tokenizer = load_tokenizer(config.policy.hf_checkpoint)
-    pool = None
-    if config.rollout.engine == "sglang":
-        kept = config.rollout.cache_over_versions == "kept"
-        pool = PoolReplica(config.sglang, served_model(config, tokenizer), keeps_cache=kept)
-    plain: Any = pool or embedded_engine(config, tokenizer)
-    engine = with_tools(plain, config, tokenizer)
-    examiner = Examiner(config, engine, judge, _wait)
-    return WorkerParts(judge, engine, pool, examiner.problems)
-
-
-def _wait(futures: Sequence[Future[Any]]) -> None:
-    """Wait until all are done; raise the first failure."""
-    wait(futures, return_when=FIRST_EXCEPTION)
-    for future in futures:
-        if future.done():
-            future.result()
+    journaled = streamed or config.rollout.engine == "sglang"
+    journal = Journal(journal_directory(config)) if journaled else None
+    own = RolloutWorker(config, engine, judge, journal) if topology.rank in ranks else None
+    return RolloutWorkers(ranks, own)
 
 
 def policy_name(config: Config, weights: str) -> str:
@@ -303,12 +251,9 @@ def evaluate_checkpoint(
     with contextlib.ExitStack() as ending:
         ending.callback(judge.close)
         sets = evaluation_sets(config, tokenizer, topology)
-        workers = build_workers(config, topology)
-        if workers is not None:
-            ending.callback(workers.close)
-        engine = build_engine(config, tokenizer, topology, workers)
+        engine = build_engine(config, tokenizer, topology)
         ending.callback(engine.close)
-        evaluator = Evaluator(config, sets, engine, judge, topology, workers)
+        evaluator = Evaluator(config, sets, engine, judge, topology)
         model, step = saved_policy(config, topology, load)
         engine.load_weights(model.served_weights(), step)
         name = policy_name(config, model.fingerprint())

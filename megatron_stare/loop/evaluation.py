@@ -16,17 +16,16 @@ import shutil
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.collect import rollout_worker
+from megatron_stare.collect import sampling_settings
 from megatron_stare.collect.journal import Journal, Key
-from megatron_stare.collect.process_worker import WorkerProcesses
 from megatron_stare.config import Config, EngineError, EvaluationSetConfig, ScoringConfig
 from megatron_stare.data.prompts import Tools, check_rewarded, load_prompts
 from megatron_stare.data.sources import parts
@@ -118,7 +117,7 @@ def build_sets(
                 f"evaluated once, with {samples} samples (evaluation.per_set.{name}.n_samples sets "
                 "how many)"
             )
-        seed = (config.run.seed, rollout_worker.EVALUATION, zlib.crc32(name.encode()))
+        seed = (config.run.seed, sampling_settings.EVALUATION, zlib.crc32(name.encode()))
         sets.append(EvaluationSet(name, prompts, tuple(counts.values()), samples, params, seed))
     return sets, lines
 
@@ -154,16 +153,103 @@ class Destinations(NamedTuple):
     responses: Path  # .jsonl files, for reading
 
 
-@dataclass(frozen=True)
-class Examiner:
-    """Samples on an engine; `wait` returns when all of these futures are done."""
+def _write_responses(
+    file: Path,
+    one: EvaluationSet,
+    places: Sequence[int],
+    rollouts: Sequence[Rollout],
+    verdicts: Sequence[Verdict],
+) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(file) as out:
+        for number, (rollout, verdict) in enumerate(zip(rollouts, verdicts, strict=True)):
+            place, sample = places[number // one.samples], number % one.samples
+            prompt = one.prompts[place]
+            row = {"set": one.name, "index": place, "sample": sample}
+            row |= readable(prompt, rollout) | {"metadata": prompt.metadata}
+            row |= {"reward": verdict.value, "verdict": verdict.verdict}
+            out.write(json_line(row | {"extracted": verdict.extracted}))
 
-    config: Config
-    engine: Engine
-    judge: Judge
-    wait: Callable[[Sequence[Future[Any]]], None]
 
-    def problems(
+class Evaluator:
+    """Evaluates the sets; a response is right where its verdict is `correct`."""
+
+    def __init__(
+        self,
+        config: Config,
+        sets: Sequence[EvaluationSet],
+        engine: Engine,
+        judge: Judge,
+        topology: Topology,
+    ) -> None:
+        self.config, self.sets, self.engine = config, sets, engine
+        self.judge, self.topology = judge, topology
+        self.problems: dict[str, list[Problem]] = {}  # of the last evaluation
+
+    def due(self, step: int) -> bool:
+        """Whether to evaluate after this step: at the interval, and after the run's last step."""
+        interval = self.config.evaluation.eval_interval
+        return interval > 0 and (step % interval == 0 or step == self.config.train.num_rollout)
+
+    def evaluate_start(self, step: int, interrupt: Interrupt) -> dict[str, float]:
+        """eval_start/<set>/<number> of the policy that the first step starts from, if
+        evaluation.eval_at_start asks for it; empty after a step. Collective.
+        """
+        if step or not self.config.evaluation.eval_at_start:
+            return {}
+        with phase("evaluate"), interrupt.ending(self.stop):
+            return {start_key(key): value for key, value in self.evaluate(step).items()}
+
+    def evaluate(
+        self, step: int, journals: Path | None = None, policy: str = ""
+    ) -> dict[str, float]:
+        """eval/<set>/<number>, as reporting/problem_scores.py names and defines them. Collective.
+
+        An unverifiable response counts as not right, and `unverifiable` says how many there were.
+        The same random numbers serve every evaluation, so that two of them differ by the policy
+        alone.
+
+        journals: where finished rollouts of what `policy` names are kept, and found again.
+        The responses are kept as text in responses_directory.
+        """
+        return_memory()  # the engine's caches are large: no freed blocks are in their way
+        metrics: dict[str, float] = {}
+        for one in self.sets:
+            journal = journals / f"{one.name}-{one.fingerprint(policy)}" if journals else None
+            responses = responses_directory(Path(self.config.run.dir), step) / one.name
+            self.problems[one.name] = self._evaluated(one, Destinations(journal, responses))
+            numbers = set_metrics(self.problems[one.name], self.config.run.seed)
+            metrics |= {f"eval/{one.name}/{key}": value for key, value in numbers.items()}
+        return metrics
+
+    def stop(self) -> None:
+        """End what is being sampled, from any thread: `evaluate` raises an EngineError."""
+        self.engine.abort()
+
+    def _evaluated(self, one: EvaluationSet, kept: Destinations) -> list[Problem]:
+        """The set's problems in order, on every rank; each of the engine's sources samples and
+        judges its share.
+        """
+        mine: list[Problem] = []
+        agreed(self.topology, lambda: self._forget(kept))
+        agreed(self.topology, lambda: mine.extend(self._mine(one, kept)))
+        # the texts of the responses stay where they are
+        everyone = all_gather_bytes(pickle.dumps(mine), self.topology.host)
+        problems = [problem for content in everyone for problem in pickle.loads(content)]
+        return sorted(problems, key=lambda problem: problem.index)
+
+    def _forget(self, kept: Destinations) -> None:
+        """Remove the responses of an earlier evaluation of this step."""
+        if self.topology.is_first:
+            shutil.rmtree(kept.responses, ignore_errors=True)
+
+    def _mine(self, one: EvaluationSet, kept: Destinations) -> Sequence[Problem]:
+        """This rank's share of the set's problems, sampled and judged."""
+        rank, sources = self.topology.rank, self.engine.sources
+        places = range(rank, len(one.prompts), sources) if rank < sources else range(0)
+        return self._judged(one, places, kept, f"rank_{rank}_of_{sources}")
+
+    def _judged(
         self, one: EvaluationSet, places: Sequence[int], kept: Destinations, folder: str
     ) -> list[Problem]:
         """The set's problems at these places. `folder` of the journal's directory gets the finished
@@ -216,7 +302,7 @@ class Examiner:
 
         for key, future in futures.items():
             future.add_done_callback(functools.partial(note, key))
-        self.wait(list(futures.values()))
+        self.engine.wait(list(futures.values()))
         for key, future in futures.items():  # a future is done a moment before it calls back
             note(key, future)
         rollouts = [found[key] if key in found else futures[key].result() for key in keys]
@@ -252,113 +338,6 @@ class Examiner:
             asked = (place, prompt.text, prompt.label, one.copies[place])
             problems.append(Problem(*asked, tuple(answers), responses))
         return problems
-
-
-def _write_responses(
-    file: Path,
-    one: EvaluationSet,
-    places: Sequence[int],
-    rollouts: Sequence[Rollout],
-    verdicts: Sequence[Verdict],
-) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(file) as out:
-        for number, (rollout, verdict) in enumerate(zip(rollouts, verdicts, strict=True)):
-            place, sample = places[number // one.samples], number % one.samples
-            prompt = one.prompts[place]
-            row = {"set": one.name, "index": place, "sample": sample}
-            row |= readable(prompt, rollout) | {"metadata": prompt.metadata}
-            row |= {"reward": verdict.value, "verdict": verdict.verdict}
-            out.write(json_line(row | {"extracted": verdict.extracted}))
-
-
-class Evaluator:
-    """Evaluates the sets; a response is right where its verdict is `correct`. `workers` do it,
-    where there are any.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        sets: Sequence[EvaluationSet],
-        engine: Engine,
-        judge: Judge,
-        topology: Topology,
-        workers: WorkerProcesses | None = None,
-    ) -> None:
-        self.config, self.sets, self.engine = config, sets, engine
-        self.topology, self.workers = topology, workers
-        self.examiner = Examiner(config, engine, judge, engine.wait)
-        self.problems: dict[str, list[Problem]] = {}  # of the last evaluation
-
-    def due(self, step: int) -> bool:
-        """Whether to evaluate after this step: at the interval, and after the run's last step."""
-        interval = self.config.evaluation.eval_interval
-        return interval > 0 and (step % interval == 0 or step == self.config.train.num_rollout)
-
-    def evaluate_start(self, step: int, interrupt: Interrupt) -> dict[str, float]:
-        """eval_start/<set>/<number> of the policy that the first step starts from, if
-        evaluation.eval_at_start asks for it; empty after a step. Collective.
-        """
-        if step or not self.config.evaluation.eval_at_start:
-            return {}
-        with phase("evaluate"), interrupt.ending(self.stop):
-            return {start_key(key): value for key, value in self.evaluate(step).items()}
-
-    def evaluate(
-        self, step: int, journals: Path | None = None, policy: str = ""
-    ) -> dict[str, float]:
-        """eval/<set>/<number>, as reporting/problem_scores.py names and defines them. Collective.
-
-        An unverifiable response counts as not right, and `unverifiable` says how many there were.
-        The same random numbers serve every evaluation, so that two of them differ by the policy
-        alone.
-
-        journals: where finished rollouts of what `policy` names are kept, and found again.
-        The responses are kept as text in responses_directory.
-        """
-        return_memory()  # the engine's caches are large: no freed blocks are in their way
-        metrics: dict[str, float] = {}
-        for one in self.sets:
-            journal = journals / f"{one.name}-{one.fingerprint(policy)}" if journals else None
-            responses = responses_directory(Path(self.config.run.dir), step) / one.name
-            self.problems[one.name] = self._evaluated(one, Destinations(journal, responses))
-            numbers = set_metrics(self.problems[one.name], self.config.run.seed)
-            metrics |= {f"eval/{one.name}/{key}": value for key, value in numbers.items()}
-        return metrics
-
-    def stop(self) -> None:
-        """End what is being sampled, from any thread: `evaluate` raises an EngineError."""
-        self.engine.abort()
-        if self.workers is not None:
-            self.workers.abort()
-
-    def _evaluated(self, one: EvaluationSet, kept: Destinations) -> list[Problem]:
-        """The set's problems in order, on every rank; each worker process, or else each of the
-        engine's sources, samples and judges its share.
-        """
-        mine: list[Problem] = []
-        agreed(self.topology, lambda: self._forget(kept))
-        agreed(self.topology, lambda: mine.extend(self._mine(one, kept)))
-        # the texts of the responses stay where they are
-        everyone = all_gather_bytes(pickle.dumps(mine), self.topology.host)
-        problems = [problem for content in everyone for problem in pickle.loads(content)]
-        return sorted(problems, key=lambda problem: problem.index)
-
-    def _forget(self, kept: Destinations) -> None:
-        """Remove the responses of an earlier evaluation of this step."""
-        if self.topology.is_first:
-            shutil.rmtree(kept.responses, ignore_errors=True)
-
-    def _mine(self, one: EvaluationSet, kept: Destinations) -> Sequence[Problem]:
-        """This rank's share of the set's problems."""
-        if self.workers is not None:
-            parts = self.workers.evaluate(one, kept)
-            self.engine.wait(parts)
-            return [problem for part in parts for problem in part.result()]
-        rank, sources = self.topology.rank, self.engine.sources
-        places = range(rank, len(one.prompts), sources) if rank < sources else range(0)
-        return self.examiner.problems(one, places, kept, f"rank_{rank}_of_{sources}")
 
 
 def write_problems(problems: dict[str, list[Problem]], directory: Path) -> Path:

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.collect.rollout_worker import training_params
 from megatron_stare.collect.rounds import all_gather_groups
+from megatron_stare.collect.sampling_settings import training_params
 from megatron_stare.config import Config, EngineError, MismatchAlarm
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.prepare import PreparedStep

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -100,8 +100,6 @@ class EmbeddedEngine:
         self.limits = Limits(int(config.vocab_size), context_length, context_length)
         self.stop_ids = stop_ids(hf_checkpoint, tokenizer)
         self.version = -1
-        # called with the model's tensors after each update of the weights
-        self.follower: Callable[[list[tuple[str, Tensor]], int], None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="embedded-engine")
         self._weights = threading.Lock()  # held while the weights are read or replaced
         # A lock alone is not fair: the decoder would acquire it again at once.
@@ -131,8 +129,6 @@ class EmbeddedEngine:
                 if missing:
                     raise RuntimeError(f"weight sync never sent {', '.join(sorted(missing))}")
                 self.version = version
-                if self.follower is not None:
-                    self.follower([*places_of(self.model), *self.adapters.places()], version)
         finally:
             self._replacing.clear()
 

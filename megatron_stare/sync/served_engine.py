@@ -5,10 +5,6 @@ Requests are submitted on rank 0. All ranks gather the weights; rank 0 sends the
 While rank 0 waits for servers, it sends the other ranks a message every few seconds: wait, send the
 weights (to a server that restarted during a rollout), done, or the error that ends the run. So no
 rank blocks in a collective for longer, and all ranks end together.
-
-Worker processes send requests to the servers too. The announcer sends every worker a snapshot of
-the servers and their weights whenever it changes. Workers answer with their requests in flight: a
-server gets new weights when it has none.
 """
 
 from __future__ import annotations
@@ -17,9 +13,7 @@ import concurrent.futures
 import dataclasses
 import json
 import re
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -48,7 +42,7 @@ from megatron_stare.reporting import heartbeat
 from megatron_stare.rollout.engine import Request, SamplingParams, still_open, stop_ids
 from megatron_stare.rollout.sglang.answers import Prefill
 from megatron_stare.rollout.sglang.health import CACHES, WEIGHTS
-from megatron_stare.rollout.sglang.pool import Report, SGLangPool, Snapshot
+from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model, Server, read_config
 from megatron_stare.rollout.sglang.weights import WeightMismatch
 from megatron_stare.sync.broadcast import BroadcastTransport
@@ -60,9 +54,6 @@ from megatron_stare.sync.weight_sync import Transport, WeightBucket, WeightSync,
 HEARTBEAT_SECONDS = 10.0
 POLL_SECONDS = 0.02
 LOOK_SECONDS = 0.2  # between two checks of the servers while rollouts are in flight
-SNAPSHOT_SECONDS = 0.25  # between two snapshots of the servers that are compared
-ANSWER_SECONDS = 10.0  # for a worker's answer; the worker's owner ends one that stands still
-REPEAT_SECONDS = 5.0  # so that a worker that took a server for dead learns that it is not
 # Attempts of an update whose servers fail during it, and of one after which a server holds other
 # weights than it was sent: a fault of the network explains that once, not twice. Any other failure
 # is raised at once.
@@ -70,8 +61,6 @@ SYNC_ATTEMPTS, MISMATCH_ATTEMPTS = 5, 2
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 Message = Literal["wait", "send", "done"]
-# Sends the snapshot to every worker process; None: one died or has not started.
-Announce = Callable[[Snapshot], Sequence[concurrent.futures.Future[Report | None]]]
 
 
 class ServedEngine:
@@ -80,28 +69,20 @@ class ServedEngine:
     """
 
     def __init__(
-        self,
-        config: Config,
-        tokenizer: PreTrainedTokenizerBase,
-        topology: Topology,
-        announce: Announce | None = None,
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology
     ) -> None:
-        """`announce` reports the servers' state to processes that send requests to them too."""
         self.topology, self.version, self.sources = topology, -1, 1
         self.colocated = config.sglang.colocated
         self._hands_out = self.colocated and config.sglang.transport == "tensor"
         self._bucket_bytes = config.sglang.sync_bucket_mib << 20
         self.pool: SGLangPool | None = None
-        self._announcer: Announcer | None = None
         self._weights: Iterable[tuple[str, Tensor]] = ()
         self._progress: object = None  # at the last look
         self._encoded = encoded_matrices(config)
         self._adapted: AdaptedWeights | None = None  # where servers apply adapters
-        self._on_first(lambda: self._start(config, tokenizer, announce))
+        self._on_first(lambda: self._start(config, tokenizer))
 
-    def _start(
-        self, config: Config, tokenizer: PreTrainedTokenizerBase, announce: Announce | None
-    ) -> None:
+    def _start(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         directory = Path(config.run.dir)
         model = served_model(config, tokenizer)
         write_start(model)
@@ -109,7 +90,6 @@ class ServedEngine:
         self.pool = SGLangPool(config.sglang, model, directory / "servers", keeps_cache=kept)
         self._sync = make_sync(self.pool, config.sglang, model.directory, directory / "weights")
         self._started = self.pool.start()
-        self._announcer = Announcer(self.pool, announce) if announce else None
 
     def submit(
         self, requests: Sequence[Request], params: SamplingParams
@@ -149,11 +129,9 @@ class ServedEngine:
         if self.pool is not None:
             self.pool.expect(version)
             self.pool.interrupt()
-            self._announce()
         self._resume_memory(WEIGHTS)
         self._serve(None)
         self._resume_memory(CACHES)
-        self._announce()
 
     def release_memory(self) -> None:
         """Every server of a colocated run releases its GPU memory until the next weights.
@@ -172,22 +150,14 @@ class ServedEngine:
         assert self.pool is not None, "only rank 0 has a pool"
         return self.pool
 
-    def _announce(self) -> None:
-        """Send the pool's state to worker processes now."""
-        if self._announcer is not None:
-            self._announcer.now()
-
     def abort(self, requests: Sequence[Request] | None = None) -> None:
         """End these requests, or all."""
         if self.pool is not None:
             self.pool.abort(requests)
 
     def counts(self) -> dict[str, float]:
-        """Counts of the pool, worker processes and the last sync; empty except on rank 0."""
-        if self.pool is None:
-            return {}
-        counts = self.pool.counts() if self._announcer is None else self._announcer.counts()
-        return counts | self._sync.metrics()
+        """Counts of the pool and the last sync; empty except on rank 0."""
+        return {} if self.pool is None else self.pool.counts() | self._sync.metrics()
 
     def prefill(self, sequences: Sequence[numpy.ndarray]) -> dict[str, list[Prefill]]:
         """Each server's log-probs of these ids (SGLangPool.prefill); {} except on rank 0."""
@@ -206,8 +176,6 @@ class ServedEngine:
 
     def close(self) -> None:
         """End the launched servers."""
-        if self._announcer is not None:
-            self._announcer.close()
         if self.pool is not None:
             self.pool.close()
 
@@ -227,7 +195,7 @@ class ServedEngine:
     def _say(self, futures: Sequence[concurrent.futures.Future[Any]] | None) -> Message:
         """This rank's message, after some seconds at most."""
         if self.pool is None:
-            return "done"  # requests and worker processes belong to rank 0
+            return "done"  # requests belong to rank 0
         deadline = time.monotonic() + HEARTBEAT_SECONDS
         while time.monotonic() < deadline:
             if not self._started.done():
@@ -241,8 +209,6 @@ class ServedEngine:
                 return "done"
             if self.pool.failure is not None:
                 raise EngineError(str(self.pool.failure)) from self.pool.failure
-            if not self.pool.admission.up_to_date():
-                self._announce()  # the workers report which servers are idle
             if self.pool.admission.without_weights():
                 return "send"
             if futures is None and self.pool.admission.up_to_date():
@@ -257,7 +223,7 @@ class ServedEngine:
 
     def _note_progress(self, left: int) -> None:
         """Feed the watchdog where something came: a part of an answer, a group, a server's new
-        state. Worker processes do this for their own requests. While no server answers,
+        state. While no server answers,
         sglang.start_timeout and sglang.max_restarts bound the wait.
         """
         pool = self._pool()
@@ -288,7 +254,6 @@ class ServedEngine:
         if self.pool is not None and servers is not None:
             try:
                 self._sync.send_adapters(tensors, by_value(tensors), servers)
-                self._announce()
             except Exception as error:
                 failure = error
                 self.pool.probe()
@@ -315,7 +280,6 @@ class ServedEngine:
             try:
                 encoding = self._weights if isinstance(self._weights, EncodedWeights) else None
                 self._sync.send(stream, servers, encoding)
-                self._announce()
             except Exception as error:
                 if gathering:  # the other ranks wait in its collectives, and not in `judge`
                     raise
@@ -345,64 +309,6 @@ class ServedEngine:
         """The result of `work` on rank 0, on every rank; its error likewise."""
         first = self.topology.is_first
         return agreed(self.topology, lambda: work() if first else None)[0]  # type: ignore[return-value]
-
-
-class Announcer:
-    """Sends the state of a pool to all worker processes, from a thread, until it is closed."""
-
-    def __init__(self, pool: SGLangPool, announce: Announce) -> None:
-        self.pool, self._announce = pool, announce
-        self._lock = threading.Lock()
-        self._sent: Snapshot | None = None
-        self._counts: dict[int, dict[str, float]] = {}  # by process
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="announcer", daemon=True)
-        self._thread.start()
-
-    def now(self) -> None:
-        """Send a snapshot and take in the reports."""
-        with self._lock:
-            self._sent = self.pool.snapshot()
-            busy: Counter[str] = Counter()
-            answers = self._announce(self._sent)
-            concurrent.futures.wait(answers, ANSWER_SECONDS)
-            for answer in answers:
-                if not answer.done():  # any server may have its requests
-                    busy.update(server.name for server in self.pool.servers)
-                elif not answer.exception() and (report := answer.result()) is not None:
-                    busy.update(report.busy)
-                    self._note(report)
-            self.pool.admission.elsewhere = busy
-
-    def counts(self) -> dict[str, float]:
-        """The sum of the pool's counts and those of all processes, also of ended ones."""
-        total: dict[str, float] = self.pool.counts()
-        with self._lock:
-            for counts in self._counts.values():
-                total = {name: value + counts.get(name, 0.0) for name, value in total.items()}
-        return total
-
-    def close(self) -> None:
-        """End the thread."""
-        self._closed.set()
-        self._thread.join()
-
-    def _note(self, report: Report) -> None:
-        self._counts[report.process] = report.counts
-        for server in self.pool.servers:
-            if server.name in report.doubted and server.weights == report.doubted[server.name]:
-                server.doubt()
-
-    def _work(self) -> None:
-        last = 0.0
-        while not self._closed.wait(SNAPSHOT_SECONDS):
-            if self.pool.snapshot() != self._sent or time.monotonic() - last > REPEAT_SECONDS:
-                last = time.monotonic()
-                try:
-                    self.now()
-                except Exception as error:  # else lost with this thread
-                    self.pool.run(self.pool.admission.fail(error))
-                    return
 
 
 def make_sync(pool: SGLangPool, settings: SGLangConfig, model: str, directory: Path) -> WeightSync:

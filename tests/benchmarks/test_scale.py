@@ -55,12 +55,3 @@ def test_short_rollouts_are_packed_whole():
     found = scale.short(64, 256, rounds=2)
     assert found["tokens"] == exchanging.lengths(64, 256).sum()
     assert found["seconds"] > 0 and found["micro-batches"] == 1
-
-
-@pytest.mark.slow
-def test_worker_processes_sample_every_token(tmp_path: Path):
-    options = argparse.Namespace(servers=2, tokens=300, rollouts=64, workers=[1, 2])
-    rows = scale.worker_processes(tmp_path, options)
-    assert [row["count"] for row in rows] == [1, 2]
-    assert all(row["workers"] > 0 and row["tokens per second"] > 0 for row in rows)
-    assert 1 <= rows[0]["tokens"] <= 300

@@ -9,7 +9,6 @@ import time
 from concurrent.futures import Future
 
 from megatron_stare.collect.dispatcher import PromptDispatcher
-from megatron_stare.collect.local_worker import LocalWorker
 from megatron_stare.collect.rollout_buffer import RolloutBuffer
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.rollout.embedded import EmbeddedEngine
@@ -44,8 +43,7 @@ class Gate(threading.Event):
         return super().is_set()
 
     def _may_go(self) -> bool:
-        (worker,) = self.dispatcher.workers
-        assert isinstance(worker, LocalWorker)
+        worker = self.dispatcher.worker
         with self.dispatcher._lock, worker._lock:
             entries = list(worker._open.values())
             known = sum(len(entry.in_flight) for entry in entries)

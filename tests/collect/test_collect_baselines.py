@@ -14,8 +14,8 @@ from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Rollout
 from megatron_stare.rollout.engine import Request, SamplingParams
-from tests.collect.test_local_worker import Patient, prompts, said, worker_of
 from tests.collect.test_rollout_buffer_stream import ONE_OFF, rows_of_a_stopped_run
+from tests.collect.test_rollout_worker import Patient, prompts, said, worker_of
 from tests.rewards import even_characters
 from tests.small_run import rows_of, small_config
 

@@ -124,7 +124,7 @@ class Worker:
 
 
 def dispatch(stream: Stream, worker: Worker) -> PromptDispatcher:
-    return PromptDispatcher(CONFIG, stream, RolloutWorkers([0], 1, [worker]))  # type: ignore[arg-type]
+    return PromptDispatcher(CONFIG, stream, RolloutWorkers([0], worker))  # type: ignore[arg-type]
 
 
 def batch(dispatcher: PromptDispatcher, worker: Worker, step: int) -> tuple[list[Group], set[int]]:

@@ -17,9 +17,9 @@ import pytest
 from megatron_stare.collect import journal as journals
 from megatron_stare.collect.dispatcher import PromptDispatcher
 from megatron_stare.collect.journal import ATTEMPTS_NAME, MAGIC, Journal, forget, frame
-from megatron_stare.collect.local_worker import LocalWorker
-from megatron_stare.collect.rollout_worker import sampling_digest
+from megatron_stare.collect.rollout_worker import RolloutWorker
 from megatron_stare.collect.rounds import RolloutWorkers
+from megatron_stare.collect.sampling_settings import sampling_digest
 from megatron_stare.config import Config, override
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.rollout.engine import Request
@@ -304,8 +304,8 @@ def test_a_step_after_two_resumes_takes_lost_rollouts_as_stale(tmp_path: Path):
     sampled = dataclasses.replace(rollout(5, 5), sampling=sampling_digest(config))
     attempt(tmp_path, 0, *((0, number, sampled) for number in range(8)))
     attempt(tmp_path, 3)
-    worker = LocalWorker(config, world, world, Journal(tmp_path))
-    dispatcher = PromptDispatcher(config, world, RolloutWorkers([0], 1, [worker]))
+    worker = RolloutWorker(config, world, world, Journal(tmp_path))
+    dispatcher = PromptDispatcher(config, world, RolloutWorkers([0], worker))
     with contextlib.closing(worker):
         dispatcher.set_step(5, limit=1)
         dispatcher.enough(1).result(timeout=30)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stare.collect.journal import Journal
 from megatron_stare.collect.resampling import Aepo, Joined, Method, UecRl, is_replayed
-from megatron_stare.collect.rollout_worker import Resampling, sampling_digest
+from megatron_stare.collect.sampling_settings import Resampling, sampling_digest
 from megatron_stare.config import Config, ResamplingConfig, UserError, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.prepare import target_of
@@ -27,8 +27,8 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch
 from megatron_stare.rollout.engine import Request
 from tests.collect.attempts import measured_on_ranks
-from tests.collect.test_local_worker import PAIR, Patient, prompts, said, worker_of
 from tests.collect.test_rollout_buffer_stream import rows_of_a_stopped_run
+from tests.collect.test_rollout_worker import PAIR, Patient, prompts, said, worker_of
 from tests.distributed import run_distributed
 from tests.small_run import rows_of, small_config
 
@@ -300,19 +300,6 @@ def test_a_stopped_run_repeats_an_uninterrupted_one(tmp_path: Path, topology: To
     """A checkpoint has the surprisal that the next temperature depends on."""
     rows = rows_of_a_stopped_run(tmp_path, topology, 2, *SMALL)
     assert rows[1]["surprisal"] > 5 and rows[2]["resampling_temperature"] == 0.8, "0 would be 1.2"
-
-
-@pytest.mark.slow
-def test_the_result_is_the_same_for_any_number_of_workers(
-    tmp_path: Path, topology: Topology
-) -> None:
-    rows = []
-    for workers in (0, 1, 2):
-        own = (f"rollout.workers_per_node={workers}", f"run.dir={tmp_path}/run_{workers}")
-        config = small_config(tmp_path, *SMALL, *own, "rollout.engine_batch_size=8")
-        assert Trainer(config, topology).run(Interrupt())
-        rows.append(rows_of(config))
-    assert len(rows[0]) == 3 and all(those == rows[0] for those in rows)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.collect.rounds import RolloutWorkers
 from megatron_stare.config import NoSignalError, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
@@ -213,32 +211,6 @@ def test_no_round_is_in_flight_when_new_weights_arrive(tmp_path: Path, topology:
     assert all(ended) and set(begun) == {True, False}
 
 
-@pytest.mark.parametrize(("size", "first", "samples", "again"), [(12, 3, 6, 2), (4, 1, 2, 2)])
-def test_prompts_per_engine_batch_follow_the_rollouts_per_prompt(
-    size: int,
-    first: int,
-    samples: int,
-    again: int,
-    tmp_path: Path,
-    topology: Topology,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """12 sequences at a time: three prompts of 4, two of 6; 4 at a time: one of 4, two of 2."""
-    more = (f"scoring.reward={__name__}.rare", f"rollout.engine_batch_size={size}")
-    more += (f"rollout.resampling.samples={samples}",)
-    run = Trainer(small_config(tmp_path, *UEC, *more, "train.num_rollout=1"), topology)
-    run.collector.workers = dataclasses.replace(run.collector.workers, together=first)  # type: ignore[attr-defined]
-    assigned, asked = RolloutWorkers.assigned, []
-
-    def noted(workers: RolloutWorkers, prompts: Any, together: int = 0) -> Any:
-        asked.append(together or workers.together)
-        return assigned(workers, prompts, together)
-
-    monkeypatch.setattr(RolloutWorkers, "assigned", noted)
-    assert run.run(Interrupt())
-    assert set(asked) == {first, again}
-
-
 def test_a_buffer_that_never_fills_is_an_error(tmp_path: Path, topology: Topology) -> None:
     never = (*UEC, "scoring.reward=tests.rewards.no_signal", "train.num_rollout=1")
     with pytest.raises(NoSignalError, match=r"only 0 of the 16 rollouts of a batch .* after 8 gen"):
@@ -257,28 +229,6 @@ def test_unchosen_rollouts_are_only_measured(tmp_path: Path, topology: Topology)
     assert Trainer(config, topology).run(Interrupt())
     (row,) = rows_of(config)
     assert row["skipped"] == 1 and row["signal_fraction"] > 0 and "grad_norm" not in row
-
-
-def rare(response: str, label: str, metadata: dict[str, Any]) -> float:
-    """Most groups of four responses have no right one."""
-    return float(sum(response.encode()) % 8 == 0)
-
-
-@pytest.mark.slow
-def test_the_result_is_the_same_for_any_number_of_workers(
-    tmp_path: Path, topology: Topology
-) -> None:
-    """Three prompts of 4 rollouts are decoded together, and two of 6 that are sampled again."""
-    rows = []
-    for workers in (0, 1, 2):
-        own = (f"rollout.workers_per_node={workers}", f"run.dir={tmp_path}/run_{workers}")
-        more = (f"scoring.reward={__name__}.rare", "rollout.over_sampling_batch_size=12")
-        more += ("rollout.engine_batch_size=12", "train.num_rollout=4")
-        config = small_config(tmp_path, *UEC, *own, *more)
-        assert Trainer(config, topology).run(Interrupt())
-        rows.append(rows_of(config))
-    assert len(rows[0]) == 4 and all(those == rows[0] for those in rows)
-    assert max(row.get("resampled_prompts", 0) for row in rows[0]) > 3
 
 
 @pytest.mark.slow

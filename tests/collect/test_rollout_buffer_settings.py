@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.collect.rollout_worker import sampling_digest
+from megatron_stare.collect.sampling_settings import sampling_digest
 from megatron_stare.config import Config, override
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer

@@ -244,35 +244,9 @@ def test_a_gathered_tail_is_sampled_whole_by_one_version_in_a_round_of_its_own(
     assert all(row["logprob_diff_max"] < 1e-4 for row in rows)
 
 
-@pytest.mark.parametrize("way", [(GATHER, OVER), ("run.save_interval=2",)])
-def test_a_checkpoint_of_the_older_form_continues(
-    way: tuple[str, ...], tmp_path: Path, topology: Topology
-):
-    """It had sizes of partial rollouts for each open prompt, and their bytes under `known`."""
-    trained: list[int] = []
-    for steps in (2, 4):
-        options = (*way, EVERY_GROUP, f"train.num_rollout={steps}")
-        run = Trainer(small_config(tmp_path, *options), topology)
-        load = run.collector.load_state
-
-        def older(state: dict[str, Any], load: Any = load) -> None:
-            state["known"] = state.pop("partial")
-            state["open"] = [{"index": n, "finished": 0, "parts": 0} for n in state["open"]]
-            load(state)
-
-        run.collector.load_state = older  # type: ignore[method-assign]
-        for groups in trained_groups(run):
-            trained += [group.prompt.index for group in groups]
-    tail = [] if run.collector.dispatcher is None else run.collector.dispatcher.state()[1]
-    assert sorted([*trained, *tail]) == list(range(run.collector.stream.position))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stopped_run_keeps_its_tail(workers: int, tmp_path: Path, topology: Topology):
-    """The same on a worker process. The stopped rollouts depend on timing: no prompt is lost or
-    doubled.
-    """
-    options = (GATHER, OVER, EVERY_GROUP, f"rollout.workers_per_node={workers}")
+def test_a_stopped_run_keeps_its_tail(tmp_path: Path, topology: Topology):
+    """The stopped rollouts depend on timing: no prompt is lost or doubled."""
+    options = (GATHER, OVER, EVERY_GROUP)
     trained: list[int] = []
     for steps in (4, 8):
         run = Trainer(small_config(tmp_path, *options, f"train.num_rollout={steps}"), topology)

@@ -1,4 +1,4 @@
-"""Routing replay through whole runs: journal, SIGKILL, resume, worker processes, record, replay."""
+"""Routing replay through whole runs: journal, SIGKILL, resume, record, replay."""
 
 from __future__ import annotations
 
@@ -111,12 +111,8 @@ def check_taken(config: Config, before: dict[Key, Rollout], topology: Topology) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_killed_run_resumes_with_its_recorded_experts(
-    workers: int, tmp_path: Path, topology: Topology
-):
-    """On the embedded engine, in the trainer's process and in two workers."""
-    config = config_of(tmp_path, f"rollout.workers_per_node={workers}")
+def test_a_killed_run_resumes_with_its_recorded_experts(tmp_path: Path, topology: Topology):
+    config = config_of(tmp_path)
     before = kill_midway(config, 3, train(config))
     again = train(config)
     assert again.wait(300) == 0, again.output

@@ -253,7 +253,6 @@ def test_a_second_evaluation_samples_only_new_rows(tmp_path: Path, recipe: Path)
         str(recipe),
         f"run.dir={tmp_path / 'run'}",
         "evaluation.per_set.held.n_samples=5",
-        "rollout.workers_per_node=2",  # in any process that sampled the stored responses
     ]
     assert main(arguments) == 0
     assert frames_in(tmp_path / "run") == 36 * 5

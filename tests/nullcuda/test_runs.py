@@ -57,10 +57,10 @@ def every_run(directory: str) -> dict[str, Any]:
 
 
 def interrupted(directory: str) -> list[dict[str, Any]]:
-    """Metrics of a run whose rollouts a worker process samples, saved in the background at each
-    step, ended after the second and resumed.
+    """Metrics of a run that is saved in the background at each step, ended after the second and
+    resumed.
     """
-    options = (f"policy.hf_checkpoint={directory}/untied", PACKED, "rollout.workers_per_node=1")
+    options = (f"policy.hf_checkpoint={directory}/untied", PACKED)
     saving = ("run.save_interval=1", "run.async_save=true")
     for steps in (2, 3):
         config = small_config(Path(directory), *options, *saving, f"train.num_rollout={steps}")

@@ -121,10 +121,9 @@ def test_recipes_and_their_baselines_take_two_steps_with_a_real_server(
     """
     write_world(tmp_path)
     with started(tmp_path) as urls:
-        # a rank of these tests may start no worker process
-        shared = ("sglang.server_args=", "rollout.workers_per_node=0")
+        words = (str(tmp_path), names, "sglang.server_args=")
         every = functools.partial(trained, urls=urls)
-        done = run_distributed(every, WORLD, str(tmp_path), names, *shared, timeout_s=1800.0)
+        done = run_distributed(every, WORLD, *words, timeout_s=1800.0)
     assert all(all(its) for its in done)
     for name in names:
         check(name, tmp_path)
@@ -136,8 +135,7 @@ def test_recipes_and_their_baselines_take_two_steps_with_a_real_server(
 def test_the_tool_recipe_through_the_endpoint_with_a_real_server(tmp_path: Path) -> None:
     write_world(tmp_path)
     with started(tmp_path) as urls:
-        shared = ("sglang.server_args=", "rollout.workers_per_node=0", *ENDPOINT)
-        words = (str(tmp_path), ("tool_use_7b",), *shared)
+        words = (str(tmp_path), ("tool_use_7b",), "sglang.server_args=", *ENDPOINT)
         every = functools.partial(trained, urls=urls)
         assert all(all(its) for its in run_distributed(every, WORLD, *words, timeout_s=600.0))
     check("tool_use_7b", tmp_path)

@@ -91,12 +91,8 @@ def test_a_version_without_its_adapters_is_refused(tmp_path: Path, topology: Top
         engine.load_weights(model.weights(), 1)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_samples_from_the_weights_that_it_trains(
-    workers: int, tmp_path: Path, topology: Topology
-) -> None:
-    """In this process and in a worker process."""
-    options = (*APART, f"rollout.workers_per_node={workers}", "optimizer.lr=1e-2")
+def test_a_run_samples_from_the_weights_that_it_trains(tmp_path: Path, topology: Topology) -> None:
+    options = (*APART, "optimizer.lr=1e-2")
     config = small_config(tmp_path, *options, f"run.dir={tmp_path / 'apart'}")
     assert Trainer(config, topology).run(Interrupt())
     rows = read_metrics(Path(config.run.dir) / "metrics.jsonl")

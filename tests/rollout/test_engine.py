@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from megatron_stare.collect.rollout_worker import EVALUATION, TRAINING
+from megatron_stare.collect.sampling_settings import EVALUATION, TRAINING
 from megatron_stare.config import EngineError
 from megatron_stare.rollout.engine import seed_number, still_open
 

@@ -154,7 +154,7 @@ def test_an_error_of_the_weights_is_raised_and_one_of_a_server_is_not(
                 raise RuntimeError("a server")
 
     engine = object.__new__(served_engine.ServedEngine)
-    engine.topology, engine.pool, engine._announcer = topology, Mock(), None
+    engine.topology, engine.pool = topology, Mock()
     engine._hands_out, engine._bucket_bytes, engine._weights = False, 8, weights()
     engine._sync = Mock(send=send)
     if failing == "weights":

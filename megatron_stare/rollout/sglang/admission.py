@@ -8,7 +8,7 @@ import hashlib
 import heapq
 import itertools
 import uuid
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from megatron_stare.config import EngineError
@@ -59,8 +59,8 @@ class Admission:
     Otherwise each would wait for all that is in the queue, its group would be complete last, and
     its prefix would be gone from the server's cache.
 
-    `version` is that of the weights a rollout must come from. `elsewhere` counts the requests of
-    other processes in flight, by server. Coroutines are for the pool's thread.
+    `version` is that of the weights a rollout must come from. Coroutines are for
+    the pool's thread.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class Admission:
         self.run_name = uuid.uuid4().hex[:8]  # in every tag of this run, and in no other's
         self.version = -1
         self.failure: BaseException | None = None  # why the pool gave up
-        self.elsewhere: Mapping[str, int] = {}
         self._waiting: list[tuple[Any, int, asyncio.Future[None]]] = []  # a heap
         self._arrivals = itertools.count()  # decides between equal seeds
 
@@ -107,7 +106,7 @@ class Admission:
         lacking = [server for server in self.alive() if server.weights != self.tag]
         if self.keeps_cache:
             return lacking
-        busy = [s for s in self.servers if s.in_flight or self.elsewhere.get(s.name)]
+        busy = [s for s in self.servers if s.in_flight]
         # The worker that a router chose is not known: all of them must be idle.
         if self.routed and busy:
             return []

@@ -7,10 +7,6 @@
 
 The pool owns the three and the thread that they run in; its public methods may be called from any
 other thread. Every request has a future of its own, so that none is lost or answered twice.
-
-A worker process has a replica of the pool: it sends requests to servers that rank 0's process keeps
-alive, and neither starts, restarts nor watches them. Rank 0 sends it a `Snapshot` whenever
-something changes (sync/served_engine.py), and it answers with a `Report` of its own requests.
 """
 
 from __future__ import annotations
@@ -20,11 +16,10 @@ import atexit
 import concurrent.futures
 import contextlib
 import logging
-import os
 from collections import Counter
 from collections.abc import Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import orjson
@@ -33,7 +28,7 @@ from megatron_stare import http_client
 from megatron_stare.config import EngineError, SGLangConfig, UserError
 from megatron_stare.event_loop import EventLoopThread, cancel_others
 from megatron_stare.records import Rollout
-from megatron_stare.rollout.engine import Limits, Request, SamplingParams, State
+from megatron_stare.rollout.engine import Limits, Request, SamplingParams
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key, standing_open
 from megatron_stare.rollout.sglang.admission import Admission
 from megatron_stare.rollout.sglang.answers import Prefill
@@ -51,15 +46,14 @@ class SGLangPool:
     """Servers that answer requests, under the weights that `expect` names."""
 
     def __init__(
-        self, settings: SGLangConfig, model: Model, logs: Path | None, *, keeps_cache: bool = False
+        self, settings: SGLangConfig, model: Model, logs: Path, *, keeps_cache: bool = False
     ) -> None:
-        """`logs`: the directory for the logs of launched servers. None: a pool without servers.
-        `keeps_cache`: rollout.cache_over_versions=kept.
+        """`logs`: the directory for the logs of launched servers. `keeps_cache`:
+        rollout.cache_over_versions=kept.
         """
         raise_file_limit()  # each request in flight is a connection
         self.settings, self.model, self.keeps_cache = settings, model, keeps_cache
-        servers = [] if logs is None else servers_of(settings, model, logs)
-        self.servers: list[Server] = servers
+        self.servers = servers = servers_of(settings, model, logs)
         # A router drops a request's wish for expert choices: then the workers are asked directly.
         routed = bool(settings.router_url) and not model.routed_experts
         self.router = SGLangClient(settings.router_url, api_key(settings)) if routed else None
@@ -212,13 +206,6 @@ class SGLangPool:
         counted["engine_recovery_seconds_max"] = max(recoveries, default=0.0)
         return counted
 
-    def snapshot(self) -> Snapshot:
-        """The servers as they are now."""
-        interval = self.router.stream_interval if self.router is not None else 0
-        views = tuple(map(_view, self.servers))
-        failure = str(self.failure or "")
-        return Snapshot(self.admission.run_name, self.version, failure, interval, views)
-
     def close(self) -> None:
         """End the launched servers and the thread."""
         atexit.unregister(self.close)
@@ -267,103 +254,6 @@ class SGLangPool:
         task = self._thread.loop.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-
-class ServerView(NamedTuple):
-    """A server as rank 0's process knows it."""
-
-    name: str
-    url: str
-    state: State
-    weights: str
-    version: int
-    released: frozenset[str]
-    limits: Limits
-    stream_interval: int
-
-
-class Snapshot(NamedTuple):
-    """All servers, and the weights that rollouts must come from."""
-
-    run_name: str
-    version: int
-    failure: str
-    router_interval: int
-    servers: tuple[ServerView, ...]
-
-
-class Report(NamedTuple):
-    """A worker process's answer to a snapshot."""
-
-    process: int
-    busy: dict[str, int]  # requests in flight, by server
-    # servers that did not sample with the weights that the last snapshot named, and these weights
-    doubted: dict[str, str]
-    counts: dict[str, float]  # faults since the process started, by name
-
-
-class PoolReplica(SGLangPool):
-    """A pool whose servers come with the first snapshot."""
-
-    def __init__(self, settings: SGLangConfig, model: Model, *, keeps_cache: bool = False) -> None:
-        super().__init__(settings, model, logs=None, keeps_cache=keeps_cache)
-        self._announced: dict[str, str] = {}  # the weights of each server, by the last snapshot
-
-    def update(self, snapshot: Snapshot) -> Report:
-        """Adopt the snapshot. Requests in flight under other weights than the expected are
-        interrupted.
-        """
-        report: Report = self.run(self._update(snapshot)).result()
-        return report
-
-    async def _update(self, snapshot: Snapshot) -> Report:
-        # servers that sampled with other weights than those of the last snapshot
-        doubted = {
-            server.name: announced
-            for server in self.servers
-            if (announced := self._announced.get(server.name)) and not server.weights
-        }
-        before = self.tag
-        self.admission.run_name = snapshot.run_name
-        self.admission.version = snapshot.version
-        if snapshot.failure:
-            self.admission.failure = EngineError(snapshot.failure)
-        if self.router is not None:
-            self.router.stream_interval = snapshot.router_interval
-        # Any server may have requests of other processes.
-        self.admission.elsewhere = Counter(view.name for view in snapshot.servers)
-        known = {server.name: server for server in self.servers}
-        for view in snapshot.servers:
-            server = known.get(view.name) or self._added(view)
-            # A doubted server is not asked until the snapshot names new weights for it.
-            if doubted.get(view.name) != view.weights or not view.weights:
-                await self._note(server, view)
-        if self.tag != before:
-            self.interrupt()
-        await self.admission.notify()
-        busy = {server.name: server.in_flight for server in self.servers if server.in_flight}
-        return Report(os.getpid(), busy, doubted, self.counts())
-
-    def _added(self, view: ServerView) -> Server:
-        server = Server(view.name, self.model, self.settings, view.url)
-        self.servers.append(server)
-        return server
-
-    async def _note(self, server: Server, view: ServerView) -> None:
-        died = view.state is State.DEAD and server.state is not State.DEAD
-        if died or server.client.url != view.url:
-            await server.connect(view.url)
-        server.client.stream_interval = view.stream_interval
-        server.state, server.silent = view.state, 0
-        server.limits, server.released = view.limits, view.released
-        server.weights, server.version = view.weights, view.version
-        self._announced[server.name] = view.weights
-
-
-def _view(server: Server) -> ServerView:
-    client = server.client
-    held = (server.state, server.weights, server.version, server.released, server.limits)
-    return ServerView(server.name, client.url, *held, client.stream_interval)
 
 
 def servers_of(settings: SGLangConfig, model: Model, logs: Path) -> list[Server]:

@@ -73,11 +73,9 @@ class InflightRequests:
         """Forget a request that is answered, or whose answer is not needed any longer."""
         self._requests.pop(request.seed, None)
 
-    async def abort_all(
-        self, chosen: Callable[[InflightRequest], bool], everywhere: bool = False
-    ) -> None:
+    async def abort_all(self, chosen: Callable[[InflightRequest], bool]) -> None:
         """Abort the chosen requests until each is answered. Those that stream are given up when no
-        request was answered for PART_SECONDS. `everywhere`: other processes abort theirs too.
+        request was answered for PART_SECONDS.
         """
         before, answered = 0, time.monotonic()
         while found := [request for request in self._requests.values() if chosen(request)]:
@@ -88,13 +86,13 @@ class InflightRequests:
                     for request in found:
                         if request.streams:
                             request.asking.cancel()
-                await self.abort(found, everywhere)
+                await self.abort(found)
             before = len(found)
             await asyncio.sleep(_REPEAT_SECONDS)
 
-    async def abort(self, requests: Sequence[InflightRequest], everywhere: bool = False) -> None:
+    async def abort(self, requests: Sequence[InflightRequest]) -> None:
         """Have the servers end these requests; one call aborts all where a server has no other
-        request, of this pool or of another process.
+        request of this pool.
         """
         rids_of: dict[Server, list[str]] = {}
         for request in requests:
@@ -106,8 +104,7 @@ class InflightRequests:
         calls = []
         for server, rids in rids_of.items():
             most = ours.total() if self._routed else ours[server]
-            alone = everywhere or not self._admission.elsewhere.get(server.name)
-            everything = alone and len(rids) > 1 and len(rids) >= most
+            everything = len(rids) > 1 and len(rids) >= most
             calls += [server.client.abort(rid) for rid in ([""] if everything else rids)]
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(outcome, Exception) and not isinstance(outcome, ServerFault):
@@ -199,9 +196,7 @@ class RequestRunner:
         """Abort what is in flight under other weights than the expected; it is continued where a
         server holds those.
         """
-        await self.inflight.abort_all(
-            lambda request: request.server.weights != self.admission.tag, everywhere=True
-        )
+        await self.inflight.abort_all(lambda request: request.server.weights != self.admission.tag)
 
     async def _attempt(self, pending: _Pending, params: SamplingParams) -> Rollout:
         """One answer. The death of a server is not a fault of the request: another server is asked,

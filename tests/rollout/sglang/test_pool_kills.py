@@ -82,13 +82,11 @@ class Killer(threading.Thread):
             self.killed.append(victim.name)
 
     def busy(self) -> list[Server]:
-        """Servers that generate at this moment, for this process or, as it was last heard, for a
-        worker process.
-        """
+        """Servers that generate at this moment."""
         return [
             server
             for server in self.pool.servers
-            if (server.in_flight or self.pool.admission.elsewhere[server.name])
+            if server.in_flight
             and server.state is State.READY
             and server.process
             and server.process.alive()

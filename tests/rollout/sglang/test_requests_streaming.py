@@ -30,7 +30,7 @@ from megatron_stare.rollout.engine import (
 )
 from megatron_stare.rollout.sglang import requests as runner
 from megatron_stare.rollout.sglang.answers import Answer, Received
-from megatron_stare.rollout.sglang.pool import PoolReplica, SGLangPool
+from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model
 from tests.rollout.sglang.fake_server import Fake, fake_servers, id_at, logprob_at
 from tests.rollout.sglang.idle import sample_all, tiny_model
@@ -171,31 +171,6 @@ def test_a_part_of_an_answer_is_progress_before_any_request_ends(model: Model, t
         future.result(timeout=60)
 
 
-def test_the_end_of_all_requests_of_one_process_leaves_those_of_others(
-    model: Model, tmp_path: Path
-):
-    requests = asked(6)
-    with (
-        fake_servers(1, **LENGTHS, hold_at=HOLD) as urls,
-        attached(urls, model, tmp_path) as pool,
-        contextlib.closing(PoolReplica(pool.settings, model)) as replica,
-    ):
-        replica.update(pool.snapshot())
-        kept = pool.submit(requests[:2], PARAMS)
-        ended = replica.submit(requests[2:4], PARAMS)
-        wait_until(lambda: held(pool) == 4)
-        replica.abort()
-        assert [future.result(timeout=60).status for future in ended] == ["aborted"] * 2
-        kept += replica.submit(requests[4:], PARAMS)
-        wait_until(lambda: held(pool) == 6)
-        pool.admission.elsewhere = replica.update(pool.snapshot()).busy
-        pool.abort(requests[:2])
-        assert [future.result(timeout=60).status for future in kept[:2]] == ["aborted"] * 2
-        time.sleep(0.3)
-        assert not any(future.done() for future in kept[2:]) and held(pool) == 6
-        assert counted(pool) == counted(replica) == {"engine_aborted": 2}
-
-
 @pytest.mark.parametrize("ended", ["deaf", "killed"])
 def test_the_tokens_of_a_slow_or_dead_server_are_kept(
     ended: str, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -224,31 +199,25 @@ def test_the_tokens_of_a_slow_or_dead_server_are_kept(
 
 
 def test_the_requests_of_a_machine_that_vanished_continue_on_another(model: Model, tmp_path: Path):
-    """It neither answers nor ends its connections; a worker process learns this from rank 0."""
+    """It neither answers nor ends its connections."""
     requests = asked(8)
     with (
         fake_servers(1, **LENGTHS, hold_at=HOLD) as first,
         fake_servers(1, **LENGTHS) as second,
         attached([*first, *second], model, tmp_path, health_timeout=6.0) as pool,
-        contextlib.closing(PoolReplica(pool.settings, model)) as replica,
     ):
-        replica.update(pool.snapshot())
-        for each in (pool, replica):
-            each.servers[1].in_flight = 1000  # so that all begin with the first
-        futures = [*pool.submit(requests[:4], PARAMS), *replica.submit(requests[4:], PARAMS)]
+        pool.servers[1].in_flight = 1000  # so that all begin with the first
+        futures = pool.submit(requests, PARAMS)
         wait_until(lambda: seen(pool, 0)["held"] == 8)
-        for each in (pool, replica):
-            each.servers[1].in_flight = 0
+        pool.servers[1].in_flight = 0
         os.kill(first.process.pid, signal.SIGSTOP)
         try:
             wait_until(lambda: pool.servers[0].state is State.DEAD)
-            replica.update(pool.snapshot())
             rollouts = [future.result(timeout=60) for future in futures]
         finally:
             os.kill(first.process.pid, signal.SIGCONT)
         assert_exact(requests, rollouts, model)
-        assert counted(pool) == counted(replica)
-        assert counted(pool) == {"engine_fault_connection": 4, "engine_continued": 4}
+        assert counted(pool) == {"engine_fault_connection": 8, "engine_continued": 8}
         assert seen(pool, 1)["asked"] == [HOLD] * 8
 
 

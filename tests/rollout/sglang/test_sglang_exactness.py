@@ -37,7 +37,6 @@ SETTINGS = (
     "sglang.sync_method=tensor",
     "sglang.verify_weights=false",
     "policy.packed_sequences=true",
-    "rollout.workers_per_node=0",  # other processes would not see what a test changes
 )
 
 

@@ -87,7 +87,6 @@ def test_an_alarms_rollouts_are_read_again_by_the_server(
         *("sglang.sync_method=tensor", f"policy.hf_checkpoint={checkpoint}"),
         *("policy.tensor_model_parallel_size=2", "policy.packed_sequences=true"),
         *("train.num_rollout=1", "rollout.dynamic_sampling=false", "alarms.mismatch=1e-3"),
-        "rollout.workers_per_node=0",  # the ranks of a test may have no processes of their own
     )
     config = small_config(tmp_path, *settings)
     assert run_distributed(with_a_wrong_weight, 2, config) == [True, True]

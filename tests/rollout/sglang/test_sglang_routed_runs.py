@@ -58,12 +58,10 @@ def config(server: ServerProcess, checkpoint: Path, tmp_path: Path) -> Config:
     )
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 def test_a_killed_run_resumes_with_the_servers_experts(
-    workers: int, config: Config, checkpoint: Path, topology: Topology
+    config: Config, checkpoint: Path, topology: Topology
 ) -> None:
     """Every recorded step is replayed bit for bit, without the server."""
-    config = override(config, [f"rollout.workers_per_node={workers}"])
     before = kill_midway(config, 3, train(config))
     again = train(config)
     assert again.wait(400) == 0, again.output

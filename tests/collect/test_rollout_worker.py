@@ -1,4 +1,4 @@
-"""LocalWorker: which requests it sends when, and what becomes of their rollouts."""
+"""RolloutWorker: which requests it sends when, and what becomes of their rollouts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from megatron_stare.collect import local_worker
+from megatron_stare.collect import rollout_worker
 from megatron_stare.collect.journal import Journal
 from megatron_stare.collect.judging import build_judge
-from megatron_stare.collect.local_worker import LocalWorker
-from megatron_stare.collect.rounds import RolloutWorkers
+from megatron_stare.collect.rollout_worker import RolloutWorker
 from megatron_stare.config import Config, EngineError, UserError, override
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.rollout.engine import Request
@@ -64,7 +63,7 @@ def worker_of(engine: Patient, *options: str, journal: Journal | None = None) ->
     config = override(Config(), [*PAIR, *options])
     with contextlib.closing(build_judge(config)) as judge:
         given: Any = engine
-        worker = LocalWorker(config, given, judge, journal)
+        worker = RolloutWorker(config, given, judge, journal)
         with contextlib.closing(worker):
             worker.set_step(0)
             yield worker
@@ -202,12 +201,12 @@ def test_a_thread_that_cannot_be_started_is_an_error_at_once(monkeypatch: pytest
 def test_a_thread_that_waits_for_ever_keeps_neither_close_nor_the_process(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(local_worker, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(rollout_worker, "CLOSE_SECONDS", 0.1)
     ended = threading.Event()
     with worker_of(Patient()) as worker:
         worker.in_turn(ended.wait)
     assert "does not end" in caplog.text
-    (thread,) = [one for one in threading.enumerate() if one.name == "local-worker"]
+    (thread,) = [one for one in threading.enumerate() if one.name == "rollout-worker"]
     assert thread.daemon, "the interpreter waits for others at its end"
     ended.set()
     thread.join(60)
@@ -250,34 +249,16 @@ def test_a_refused_request_fails_only_its_group():
 def test_folders_of_a_journal_are_read_by_all_and_filtered(tmp_path: Path):
     attempts = {"a": 0}
     for number in (0, 1):
-        journal = Journal(tmp_path, f"share_{number}", attempts=attempts)
+        journal = Journal(tmp_path, f"rank_{number}", attempts=attempts)
         journal.open(0)
         for key in ((0, 0), (1, 0), (2, 0), (3, 0)):
-            if key[0] // 2 == number:  # as another number of workers had them
+            if key[0] // 2 == number:  # as another number of ranks had them
                 journal.write(key, said(f"{key}"))
         journal.close()
-    again = Journal(tmp_path, "share_1", lambda key: key[0] % 2 == 1, attempts)
-    again.open(0)  # a restarted process continues the attempt
+    again = Journal(tmp_path, "rank_1", lambda key: key[0] % 2 == 1, attempts)
+    again.open(0)
     assert {key: found.text for key, found in again.found.items()} == {
         (1, 0): "(1, 0)",
         (3, 0): "(3, 0)",
     }
     again.close()
-
-
-@pytest.mark.parametrize("per_rank", [1, 2, 3])
-def test_engine_batches_are_the_same_for_any_number_of_workers(per_rank: int):
-    drawn = prompts(*range(11))
-    workers = RolloutWorkers([0, 4], per_rank, [], together=3)
-    places = workers.assigned(drawn)
-    order = sorted(range(11), key=lambda place: len(drawn[place].token_ids))
-    for start in range(0, 11, 3):
-        assert len({places[place] for place in order[start : start + 3]}) == 1
-    assert {rank for rank, _ in places} == {0, 4}
-    pairs = workers.assigned(drawn, together=2)
-    assert all(pairs[order[n]] == pairs[order[n + 1]] for n in range(0, 10, 2))
-    assert RolloutWorkers([0, 1], per_rank, []).assigned(drawn)[:3] == [
-        (0, 0),
-        (1, 0),
-        (0, 1 % per_rank),
-    ]

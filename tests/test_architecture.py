@@ -72,7 +72,6 @@ LAYERS: dict[str, list[set[str]]] = {
         {"serving"},
         {"plan"},
         {"tables", "calibration"},
-        {"pages"},
     ],
     "compare": [{"__init__", "worlds"}, {"compare"}],
 }

@@ -1,7 +1,7 @@
 """The commands that know recipes and settings: `recipes`, `config` and `completion`.
 
 `config SOURCE [overrides]`: every setting with its value, the origin of the value, and its
-sentence; docs/configuration.md and the JSON Schema of a run's YAML are made of the same settings.
+sentence; the JSON Schema of a run's YAML is made of the same settings.
 A line is an override that can be used as it is, followed by a comment:
 
     optimizer.lr=0.001  # recipe, default 1e-06. Peak learning rate, reached after warm-up.
@@ -70,16 +70,14 @@ def _recipes(options: argparse.Namespace) -> int:
     OPTIONAL_SOURCE,
     OVERRIDES,
     argument("--only", default="", help="a section, or the beginning of a key, e.g. loss"),
-    argument("--page", metavar="FILE", type=Path, help="write all settings as Markdown"),
     argument("--schema", metavar="FILE", type=Path, help="write a JSON Schema of a run's YAML"),
     examples=("config quickstart", "config quickstart --only loss"),
 )
 def _settings(options: argparse.Namespace) -> int:
-    for target, write in ((options.page, page), (options.schema, schema)):
-        if target:
-            target.write_text(write(), encoding="utf-8")
-            print(f"written: {target}")
-            return 0
+    if options.schema:
+        options.schema.write_text(schema(), encoding="utf-8")
+        print(f"written: {options.schema}")
+        return 0
     if not options.source:
         raise UserError("config needs a recipe, a YAML file or a run directory")
     base = config_of(options.source, [])
@@ -106,21 +104,21 @@ def text(base: Config, config: Config, source: str, only: str = "") -> str:
 def origin_of(setting: Setting, base: Any, value: Any, source: str) -> str:
     """`default`, `override` or `source`, the latter two with the default that they replace."""
     if value == setting.default:
-        return "default" if value == base else f"override, {source} {_shown(setting.key, base)}"
-    default = f"default {_shown(setting.key, setting.default) or 'empty'}"
+        return "default" if value == base else f"override, {source} {shown(setting.key, base)}"
+    default = f"default {shown(setting.key, setting.default) or 'empty'}"
     if value == base:
         return f"{source}, {default}"
     if base == setting.default:
         return f"override, {default}"
-    return f"override, {source} {_shown(setting.key, base)}, {default}"
+    return f"override, {source} {shown(setting.key, base)}, {default}"
 
 
 def assignment(key: str, value: Any) -> str:
     """section.field=value, as a shell takes it."""
-    return shlex.quote(f"{key}={_shown(key, value)}")
+    return shlex.quote(f"{key}={shown(key, value)}")
 
 
-def _shown(key: str, value: Any) -> str:
+def shown(key: str, value: Any) -> str:
     """A value as an override writes it; what is secret as stars."""
     if key in SECRETS and value:
         return "***"
@@ -142,38 +140,6 @@ def _plain(value: Any) -> Any:
 def schema() -> str:
     """The JSON Schema of a run's YAML, for editors."""
     return json.dumps(TypeAdapter(Config).json_schema(), indent=1) + "\n"
-
-
-def page() -> str:
-    """docs/configuration.md: a table for every section."""
-    parts = [_PREAMBLE]
-    for section in dataclasses.fields(Config):
-        purpose = inspect.getdoc(type(lookup(Config(), section.name))) or ""
-        parts.append(f"## {section.name}\n\n{_prose(' '.join(purpose.split()))}\n")
-        rows = [each for key, each in settings().items() if key.startswith(f"{section.name}.")]
-        parts.append("| field | default | values | what |\n| --- | --- | --- | --- |")
-        parts[-1] += "".join(f"\n{_row(each, section.name)}" for each in rows) + "\n"
-    return "\n".join(parts)
-
-
-def _row(setting: Setting, section: str) -> str:
-    default = _shown(setting.key, setting.default)
-    if len(default) > 40:
-        default = "a list" if isinstance(setting.default, list) else "a mapping"
-    shown = f"`{default}`" if default else ""
-    values = setting.values.replace(" | ", ", ")
-    name = setting.key.removeprefix(f"{section}.")
-    cells = (f"`{name}`", shown, values, _prose(setting.description))
-    return f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |"
-
-
-def _prose(sentence: str) -> str:
-    """A sentence as Markdown: its stars, underscores and angle brackets are no markup."""
-    quoted = sentence.split("`")
-    for place in range(0, len(quoted), 2):
-        for sign in ("\\", "*", "_", "<"):
-            quoted[place] = quoted[place].replace(sign, f"\\{sign}")
-    return "`".join(quoted)
 
 
 @command(
@@ -249,29 +215,3 @@ def _fish(options: Mapping[str, list[str]], sourced: list[str], settable: list[s
     seen = f"-n '__fish_seen_subcommand_from {' '.join(settable)}'"
     lines.append(f"complete -c {PROGRAM} {seen} -a '{' '.join(f'{key}=' for key in settings())}'")
     return "\n".join(lines) + "\n"
-
-
-_PREAMBLE = """# Configuration reference
-
-<!-- Made by `python -m megatron_stare config --page docs/configuration.md` from the sections in
-     megatron_stare/config/; a test compares both. -->
-
-A run's configuration is one tree of sections. A recipe fills it in, a run writes it to
-`config.yaml`, and every field can be overridden on the command line as `section.field=value`. An
-unknown field, a value of another type or out of range ends the command at once, with the nearest
-name or the values that are allowed. So does a field that nothing in the run reads, e.g.
-`mismatch.upper=2` without `mismatch.correction`, or `tools.max_turns=4` without
-`tools.environment`. Fields of a recipe that an override leaves without a reader return to their
-defaults: `tools.environment=` turns off a recipe's tools with all their fields. The section
-`sandbox` and most of `sglang` may stay as they are while nothing reads them.
-
-    python -m megatron_stare config quickstart optimizer.lr=5e-4
-    python -m megatron_stare config quickstart --only loss
-
-prints what a run would use, field by field, and where each value comes from: the default, the
-recipe (or a run's `config.yaml`), or your override.
-
-A run can also be started from a YAML file of your own with the sections below. Editors complete and
-check it by a JSON Schema, which `python -m megatron_stare config --schema schema.json` writes and
-the first line of the YAML names: `# yaml-language-server: $schema=schema.json`.
-"""

@@ -17,7 +17,6 @@ from megatron_stare.recipes import cluster_of, config_of
     "estimate memory, work and time of a run before it starts; exit code 1 if it does not fit",
     OPTIONAL_SOURCE,
     OVERRIDES,
-    argument("--pages", metavar="DIR", type=Path, help="write recipes.md and scale.md there"),
     argument("--list", action="store_true", help="print one line for every recipe"),
     argument("--gpus", type=int, default=0, help="trainer GPUs; default: the recipe's"),
     argument("--rollout-gpus", type=int, default=-1, help="server GPUs; default: the recipe's"),
@@ -28,11 +27,7 @@ from megatron_stare.recipes import cluster_of, config_of
     examples=("plan --list", "plan short_cot_7b --gpus 8 --suggest"),
 )
 def _plan(options: argparse.Namespace) -> int:
-    if options.pages:
-        from megatron_stare.planning.pages import write_pages
-
-        text, fits = "\n".join(map(str, write_pages(options.pages))), True
-    elif options.calibration:
+    if options.calibration:
         from megatron_stare.planning.calibration import table
         from megatron_stare.planning.tables import aligned
 

@@ -1,6 +1,5 @@
 """The planner's figures next to published ones of H100s, on cases that it was fitted to and on
-others, and next to those of a rank of each recipe on the null device, a GPU that computes nothing
-(benchmarks/null_ranks.py measures them).
+others.
 
 Published figures are facts only, each with its source. `before` is what the planner said at commit
 f163397, with ceilings alone. GRPO cases are NeMo-RL's: vLLM and Megatron, 2,048 or 512 sequences in
@@ -13,33 +12,23 @@ machine.py marks the fitted figures with (c); `fit` names the rows that they wer
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from megatron_stare.config import Config, override
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.memory import cache_bytes_per_token, model_bytes
-from megatron_stare.planning.plan import GIB, make_plan
+from megatron_stare.planning.plan import make_plan
 from megatron_stare.planning.serving import decoding_seconds, sync_seconds
 from megatron_stare.planning.shapes import model_shape, sizes, stage_counts
 from megatron_stare.planning.work import Tokens, training
 from megatron_stare.policy.huggingface.shape import shape_of
-from megatron_stare.recipes import CLUSTERS, Cluster, find_recipe
+from megatron_stare.recipes import Cluster
 
 NEMO_4 = "NVIDIA-NeMo/RL docs/about/performance-summary.md at 06beed91 (v0.4)"
 NEMO_5 = "docs.nvidia.com/nemo/rl/0.5.0/about/performance-summary.html"
 NEMO_6 = "docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html"
 BRIDGE = "NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md at df0289c1"
 HEADER = ("case", "published", "planned before", "planned", "planned / published", "row", "source")
-FIGURES_NAME = "null_ranks.json"  # in the folder of the pages
-EXECUTED_HEADER = (
-    *("recipe", "planned GiB", "allocated GiB", "planned / allocated", "reserved GiB"),
-    *("launches", "waits", "micro-batches", "TFLOP", "GB sent by group size"),
-)
-_SENDING = ("all_gather", "all_reduce", "reduce_scatter", "broadcast", "send", "all_to_all")
 TRAINED = "policy.dtype=bf16 policy.use_distributed_optimizer=true "
 GRPO = TRAINED + "rollout.engine=sglang loss.kl_loss_coef=0.01 data.rollout_max_prompt_len=512 "
 COLOCATED = "sglang.colocated=true sglang.sync_method=tensor policy.offload_while_generating=true "
@@ -197,62 +186,4 @@ def _line(row: Cited) -> tuple[str, ...]:
         f"{planned / row.published:.2f}",
         "fit" if row.fit else "held out",
         row.source,
-    )
-
-
-@dataclass(frozen=True)
-class Executed:
-    """One rank over two steps; the optimizer has its state in the second."""
-
-    recipe: str
-    planned: float  # bytes
-    allocated: float  # bytes, peak of torch's allocator over all phases
-    figures: dict[str, Any]
-
-    @property
-    def ratio(self) -> float:
-        """Planned / allocated."""
-        return self.planned / self.allocated
-
-
-def executed(directory: Path) -> list[Executed]:
-    """One entry per measured rank, without the planned memory that torch's allocator does not see
-    (the CUDA context, NCCL, buckets of weights for servers).
-    """
-    found = []
-    for name, ranks in json.loads((directory / FIGURES_NAME).read_text()).items():
-        plan = make_plan(find_recipe(name), CLUSTERS[name])
-        for figures in ranks:
-            rank = plan.ranks[figures["stage"]]
-            planned = rank.training - rank.communication
-            peak = max(phase["peak_bytes"] for phase in figures["phases"].values())
-            found.append(Executed(name, planned, peak, figures))
-    return found
-
-
-def executed_table(directory: Path) -> list[tuple[str, ...]]:
-    """EXECUTED_HEADER, and a line for every measured rank, as docs/scale.md has them."""
-    return [EXECUTED_HEADER, *map(_executed_line, executed(directory))]
-
-
-def _executed_line(each: Executed) -> tuple[str, ...]:
-    phases = each.figures["phases"]
-    update = phases["update 2"]
-    sent: dict[int, float] = {}
-    for key, count in update["bytes"].items():
-        operation, ranks = key.split()[0], int(re.search(r"of (\d+)$", key)[1])  # type: ignore[index]
-        if operation in _SENDING:
-            sent[ranks] = sent.get(ranks, 0.0) + count
-    reserved = max(phase["reserved_bytes"] for phase in phases.values())
-    return (
-        each.recipe,
-        f"{each.planned / GIB:.1f}",
-        f"{each.allocated / GIB:.1f}",
-        f"{each.ratio:.2f}",
-        f"{reserved / GIB:.1f}",
-        f"{update['launches']:,}",
-        str(update["syncs"]),
-        str(each.figures["micro_batches"]),
-        f"{update['tflop']:,.0f}",
-        ", ".join(f"{ranks}: {count / 1e9:.1f}" for ranks, count in sorted(sent.items())),
     )

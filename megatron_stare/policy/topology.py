@@ -155,7 +155,9 @@ def imagined(config: PolicyConfig, rank: int, world_size: int) -> Iterator[Topol
     assert not dist.is_initialized(), "a process stands in one world"
     _check_sizes(config, world_size)
     prepare_environment(config)
+    hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    sys.excepthook = hook  # torch's writes [rank0]: before each line of a traceback, for good
     try:
         yield _split(config, seed=0, is_imagined=True)
     finally:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_stare.planning.pages import commands as recipe_commands
 from megatron_stare.recipes import CLUSTERS, find_recipe
 from tests.docs.benchmarks import BENCHMARKS
 from tests.docs.studies import STUDIES
 from tests.docs.ways import PYTHON, SLOW, Elsewhere, Run
+from tools.pages.planner import commands as recipe_commands
 
 TORCHRUN = "torchrun --nproc-per-node 4 -m megatron_stare"
 
@@ -99,7 +99,7 @@ GPUDAY = {
     ),
 }
 RECIPE_TESTS = {
-    "hf download": "tests/planning/test_pages.py::test_commands_are_those_of_their_recipe",
+    "hf download": "tests/tools/test_pages_planner.py::test_commands_are_those_of_their_recipe",
     "doctor": "tests/debug/test_doctor.py::test_the_environment_of_the_tests_is_ready",
     "plan": "tests/planning/test_plan.py::test_every_recipe_fits_its_gpus",
     "serve": "tests/docs/test_docs_servers.py::test_the_commands_for_attached_servers_run",
@@ -107,7 +107,7 @@ RECIPE_TESTS = {
     "evaluate": "tests/loop/test_evaluation.py",
     "convert": "tests/policy/conversion/test_convert.py",
 }
-# Other tests run these commands on small models; test_pages checks their words.
+# Other tests run these commands on small models; test_pages_planner checks their words.
 OF_RECIPES = {
     command: Elsewhere(next(test for word, test in RECIPE_TESTS.items() if f"{word} " in command))
     for name, cluster in CLUSTERS.items()

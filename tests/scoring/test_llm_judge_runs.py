@@ -22,7 +22,7 @@ from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from megatron_stare.scoring.verdict import Sample
-from tests.collect.test_process_worker import is_there
+from tests.collect.test_rollout_worker_served import is_there
 from tests.rollout.sglang.test_requests_streaming import wait_until
 from tests.small_run import rows_of, small_config
 from tests.tiny_models import save_tokenizer, tiny_config, write_checkpoint

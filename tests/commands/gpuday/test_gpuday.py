@@ -48,8 +48,17 @@ def test_a_stage_whose_rank_fails_has_the_error_of_the_rank(tmp_path: Path) -> N
     assert result.status == "failed" and said in result.reason
 
 
-@pytest.mark.parametrize("way", ["hangs on a rank", "hangs below", "hangs in a call"])
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("way", "ending"),
+    [
+        ("hangs on a rank", signal.SIGTERM),
+        ("hangs below", signal.SIGKILL),
+        ("hangs in a call", signal.SIGKILL),
+        pytest.param("hangs on a rank", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("hangs below", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("hangs in a call", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_what_a_stage_started_ends_when_the_kit_is_killed(
     way: str, ending: signal.Signals, tmp_path: Path
 ) -> None:

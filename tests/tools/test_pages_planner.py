@@ -12,13 +12,13 @@ from torch.distributed.run import get_args_parser
 import megatron_stare.__main__  # noqa: F401 -- the commands register there
 from megatron_stare.commands.arguments import parse
 from megatron_stare.config import override
-from megatron_stare.planning.pages import PAGES, commands, rewritten, tables
 from megatron_stare.recipes import CLUSTERS, find_recipe
 from tests.paths import ROOT
+from tools.pages.planner import PAGES, commands, rewritten, tables
 
 
 def test_the_pages_are_up_to_date() -> None:
-    """Else: python -m megatron_stare plan --pages docs"""
+    """Else: python -m tools.pages"""
     found = tables(ROOT / "docs")
     marks: set[str] = set()
     for name in PAGES:

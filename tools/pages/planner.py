@@ -1,15 +1,15 @@
-"""The planner's parts of docs/recipes.md and docs/scale.md.
-
-`python -m megatron_stare plan --pages docs` writes them; a test holds the pages to it.
-"""
+"""The planner's parts of docs/recipes.md and docs/scale.md."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_stare.config import Config, override
 from megatron_stare.config.rollout import MEMORY_SHARE
@@ -33,6 +33,12 @@ from megatron_stare.recipes import CLUSTERS, RECIPES, Cluster, find_recipe
 ORIGIN = {"Qwen": "Qwen", "DeepSeek": "deepseek-ai", "GLM": "zai-org", "Moonlight": "moonshotai"}
 SETTINGS = ("short_cot", "long_cot", "tool_use")
 PAGES = ("recipes.md", "scale.md")
+FIGURES_NAME = "null_ranks.json"  # in the folder of the pages; benchmarks/null_ranks.py writes it
+EXECUTED_HEADER = (
+    *("recipe", "planned GiB", "allocated GiB", "planned / allocated", "reserved GiB"),
+    *("launches", "waits", "micro-batches", "TFLOP", "GB sent by group size"),
+)
+_SENDING = ("all_gather", "all_reduce", "reduce_scatter", "broadcast", "send", "all_to_all")
 SCALED = "long_cot_32b"
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 TOKENS = (4096, 8192, 16384, 32768, 65536, 131072)
@@ -52,7 +58,7 @@ def tables(directory: Path) -> dict[str, str]:
     found |= {"by GPUs": _marked(markdown(_by_gpus()))}
     found |= {"by tokens": _marked(markdown(_by_tokens()))}
     found |= {"calibration": markdown(calibration.table())}
-    return found | {"executed": markdown(calibration.executed_table(directory))}
+    return found | {"executed": markdown(executed_table(directory))}
 
 
 def _marked(text: str) -> str:
@@ -67,14 +73,6 @@ def rewritten(text: str, found: dict[str, str]) -> str:
         return f"{mark[1]}\n\n{found[mark[2]].strip()}\n\n{mark[3]}"
 
     return re.sub(r"(<!-- plan: ([\w ]+) -->).*?(<!-- end -->)", between, text, flags=re.DOTALL)
-
-
-def write_pages(directory: Path) -> list[Path]:
-    """Rewrite the planner's parts of both pages; returns their paths."""
-    found, pages = tables(directory), [directory / name for name in PAGES]
-    for page in pages:
-        page.write_text(rewritten(page.read_text(encoding="utf-8"), found), encoding="utf-8")
-    return pages
 
 
 def _recipe(name: str, plan: RunPlan) -> str:
@@ -275,3 +273,63 @@ def _budget(longest: int, tensor: int, context: int) -> int:
 
 def _planned(config: Config, cluster: Cluster) -> RunPlan:
     return make_plan(config, cluster, H100, counts=stage_counts_alike(config, config.policy))
+
+
+@dataclass(frozen=True)
+class Executed:
+    """One rank on the null device, a GPU that computes nothing, over two steps; the optimizer has
+    its state in the second.
+    """
+
+    recipe: str
+    planned: float  # bytes
+    allocated: float  # bytes, peak of torch's allocator over all phases
+    figures: dict[str, Any]
+
+    @property
+    def ratio(self) -> float:
+        """Planned / allocated."""
+        return self.planned / self.allocated
+
+
+def executed(directory: Path) -> list[Executed]:
+    """One entry per measured rank, without the planned memory that torch's allocator does not see
+    (the CUDA context, NCCL, buckets of weights for servers).
+    """
+    found = []
+    for name, ranks in json.loads((directory / FIGURES_NAME).read_text()).items():
+        plan = make_plan(find_recipe(name), CLUSTERS[name])
+        for figures in ranks:
+            rank = plan.ranks[figures["stage"]]
+            planned = rank.training - rank.communication
+            peak = max(phase["peak_bytes"] for phase in figures["phases"].values())
+            found.append(Executed(name, planned, peak, figures))
+    return found
+
+
+def executed_table(directory: Path) -> list[tuple[str, ...]]:
+    """EXECUTED_HEADER, and a line for every measured rank, as docs/scale.md has them."""
+    return [EXECUTED_HEADER, *map(_executed_line, executed(directory))]
+
+
+def _executed_line(each: Executed) -> tuple[str, ...]:
+    phases = each.figures["phases"]
+    update = phases["update 2"]
+    sent: dict[int, float] = {}
+    for key, count in update["bytes"].items():
+        operation, ranks = key.split()[0], int(re.search(r"of (\d+)$", key)[1])  # type: ignore[index]
+        if operation in _SENDING:
+            sent[ranks] = sent.get(ranks, 0.0) + count
+    reserved = max(phase["reserved_bytes"] for phase in phases.values())
+    return (
+        each.recipe,
+        f"{each.planned / GIB:.1f}",
+        f"{each.allocated / GIB:.1f}",
+        f"{each.ratio:.2f}",
+        f"{reserved / GIB:.1f}",
+        f"{update['launches']:,}",
+        str(update["syncs"]),
+        str(each.figures["micro_batches"]),
+        f"{update['tflop']:,.0f}",
+        ", ".join(f"{ranks}: {count / 1e9:.1f}" for ranks, count in sorted(sent.items())),
+    )

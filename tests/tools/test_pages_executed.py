@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from megatron_stare.planning.calibration import FIGURES_NAME, Executed, executed
 from megatron_stare.planning.machine import H100
 from megatron_stare.recipes import CLUSTERS, find_recipe
 from tests.paths import ROOT
+from tools.pages.planner import FIGURES_NAME, Executed, executed
 
 FIGURES = json.loads((ROOT / "docs" / FIGURES_NAME).read_text(encoding="utf-8"))
 RECIPES = [recipe for recipe, ranks in FIGURES.items() for _ in ranks]

@@ -75,12 +75,14 @@ def decide(
     """The gate of this step from Hbar and the state of the last one ({} at the start).
 
     A non-finite Hbar neither adapts nor opens the gate. `gate` false: always on, the paper's open
-    loop. `alpha` 0: W and M stay.
+    loop. `alpha` 0: W and M are the configured ones, whatever an earlier run's state holds.
     """
-    weight = state.get("reweight_w", band.reweight_w)
-    damping = state.get("reweight_m", band.reweight_m)
+    weight, damping = band.reweight_w, band.reweight_m
     gap = band.target - batch_entropy
     finite = math.isfinite(batch_entropy)
+    if alpha:
+        weight = state.get("reweight_w", weight)
+        damping = state.get("reweight_m", damping)
     if alpha and finite:
         step = alpha * ((gap > 0) - (gap < 0))
         weight = min(max(weight + step, 1.0), band.w_max)

@@ -366,6 +366,26 @@ def test_controllers_move_once_per_step():
 
 
 @pytest.mark.parametrize(
+    ("name", "setting", "values", "kept"),
+    [
+        ("aent", "coefficient", (1e-3, 0.5), "coefficient"),
+        ("siren", "anchor", (0.3, 0.7), "anchor"),
+        ("adapo", "target", (9.0, 0.1), "eps_high"),
+    ],
+)
+def test_a_changed_setting_counts_in_a_resumed_run(name, setting, values, kept):
+    """What a controller keeps between steps does not hide what the configuration says now."""
+    batch, state = random_batch(8), dict[str, float]()
+    fixed = {"change": 0.05, "high_min": 0.1, "high_max": 0.4} if name == "adapo" else {}
+    found = []
+    for value in values:
+        losses.compute(name, batch, state=state, **fixed, **{setting: value})
+        found.append(state[kept])
+    expected = values if setting == kept else (0.33, 0.28)  # up to a high target, then down
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
         ("stair", {}, "did you mean 'stare'"),

@@ -76,6 +76,15 @@ def test_without_adaptation_the_weights_stay():
     assert decide(0.0, LossConfig(), {}).state == {"reweight_w": 1.1, "reweight_m": 0.9}
 
 
+def test_a_resumed_run_takes_changed_weights_unless_they_adapt():
+    config = LossConfig(reweight_w=1.25, reweight_m=0.8)
+    state = {"reweight_w": 1.1, "reweight_m": 0.9}  # of the run before
+    found = decide(0.0, config, state).state
+    assert found == {"reweight_w": 1.25, "reweight_m": 0.8}
+    found = decide(0.3, dataclasses.replace(config, adaptive=True), state).state
+    assert found == state, "at the target"
+
+
 def test_the_plan_applies_the_schedule_before_the_step_it_serves():
     batch = batch_of([1.0, 2.0], [1.0, -1.0], entropy=[0.1, 0.2])
     config = dataclasses.replace(ADAPTIVE, variant="C2")

@@ -211,7 +211,7 @@ def plan_adapo(
     state = dict(step.state)
     value = state.get("eps_high", eps_clip_high)
     if math.isfinite(step.entropy):
-        goal = state.setdefault("target", step.entropy if target is None else target)
+        goal = state.setdefault("target", step.entropy) if target is None else target
         side = (step.entropy < goal) - (step.entropy > goal)
         value = min(max(value + change * side, high_min), high_max)
     state["eps_high"] = value

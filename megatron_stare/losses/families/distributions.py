@@ -48,7 +48,9 @@ def plan_aent(
     a <- clip(a - change (min(0, H - low) + max(0, H - high))): a dead band, proportional outside.
     H is the batch's whole entropy: the truncated one is known only while the update runs.
     """
-    value, number = step.state.get("coefficient", coefficient), step.state.get("step", 0.0)
+    value, number = coefficient, step.state.get("step", 0.0)
+    if adaptive:
+        value = step.state.get("coefficient", value)
     moved = value
     if adaptive and number > warmup and math.isfinite(step.entropy):
         error = min(0.0, step.entropy - low) + max(0.0, step.entropy - high)
@@ -100,7 +102,7 @@ def plan_siren(
     count_T = step.across.sum_by(chosen_T.double(), sequence_T, size)
     share_T = torch.where(chosen_T, 1 / count_T.clamp(min=1.0), 0.0) / max(1, step.sequences)
     mean = step.across.sum(share_T * nucleus_T)
-    state = {"anchor": step.state.get("anchor", mean if anchor is None else anchor)}
+    state = {"anchor": step.state.get("anchor", mean) if anchor is None else anchor}
     gap = mean - state["anchor"]
     pull_T = 2 * coefficient * gap * share_T / step.coefficient_T.double()
     penalty_T = coefficient * gap**2 / (step.tokens * step.coefficient_T.double())

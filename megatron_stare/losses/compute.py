@@ -49,7 +49,7 @@ def compute(
     (absent: the current policy's, r = 1 with a live gradient), rollout_log_prob (absent:
     old_log_prob's), ref_log_prob (for kl_loss_coef, distillation_coef), entropy [nats] where the
     objective needs it, old_entropy (absent: entropy), importance_weights (multiply the finished
-    token loss), logits [B, T, V] at the sampling temperature where it needs them, old_logits
+    surrogate), logits [B, T, V] at the sampling temperature where it needs them, old_logits
     (absent: logits), tempered_log_prob (pi_old's with its logits divided by the T of this step;
     absent: made of the logits), turns (of the policy, from 0; absent: the stretches of the mask),
     group_ids [B], rewards [B]. Arithmetic is in the dtype of log_prob. Values outside of the mask

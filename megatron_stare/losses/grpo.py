@@ -38,6 +38,13 @@ def dual_clipped(loss: Tensor, advantage: Tensor, bound: float) -> Tensor:
     return torch.where(advantage < 0, torch.minimum(loss, -advantage * bound), loss)
 
 
+def corrected(loss: Tensor, tokens: LossTokens) -> Tensor:
+    """The surrogate times the weight for another rollout policy, in a loss with a further term that
+    this weight does not concern (`corrects`).
+    """
+    return loss if tokens.correction is None else loss * tokens.correction
+
+
 def pessimistic(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
     """max(-A r, -A clip(r, 1 - low, 1 + high)) per token, for a ratio of tokens or sequences."""
     return torch.maximum(-advantage * ratio, -advantage * torch.clamp(ratio, 1.0 - low, 1.0 + high))

@@ -35,7 +35,8 @@ Loss = Callable[..., Tensor]
 class Objective:
     """A loss, the plan that prepares it, and what trainer, head and tables must know of it.
 
-    `weighted`: the loss applies `tokens.weight` itself. `corrects`: and `tokens.correction`.
+    `weighted`: the loss applies `tokens.weight` itself. `corrects`: it applies `tokens.correction`
+    itself, to its surrogate alone.
     `needs` names what a batch must hold beyond log-probs and advantages. `reweight` composes
     another objective's weights with this loss. `passes`: the settings of each of the updates that
     follow one another on the same tokens, where they are more than one. `tempering`: of the state

@@ -19,7 +19,8 @@ A bound that is not set is the table's; of token_mis, sequence_mis and geo_rs c 
 alone is set, as in verl (rollout_corr_helper.py). mismatch.normalize divides by the batch's mean
 weight, over tokens, or over sequences where a weight is a sequence's, as verl does.
 
-A weight multiplies the finished token loss once (losses/registry.py). The denominator stays the
+A weight multiplies the finished token loss once (losses/registry.py); of a loss with an entropy
+term or a KL term, the surrogate alone. The denominator stays the
 whole batch's; with mismatch.rejected=drop tokens of weight 0 leave it, and with
 mismatch.accepted=one the others of the masks weigh 1: verl's rejection sampling. Shape legend: T
 loss tokens of one rank's batch.

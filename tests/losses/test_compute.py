@@ -296,6 +296,24 @@ def test_stares_weights_compose_with_another_loss():
         losses.compute("stare", batch, reweight="stare")
 
 
+PENALISED = {"aent": {}, "entro_reg": {}, "entropic": {"probability_threshold": 0.05}}
+PENALISED |= {"epo": {}, "siren": {"anchor": 0.2}, "skywork_or1": {"coefficient": 0.3}}
+
+
+@pytest.mark.parametrize("name", PENALISED)
+def test_importance_weights_leave_an_entropy_term_alone(name):
+    """verl weighs the surrogate; the entropy term is a loss of its own."""
+    batch = random_batch(5)
+    clips = {"eps_clip": 0.2, "eps_clip_high": 0.2, "eps_clip_c": 3.0, "aggregation": TOKEN}
+    weight = torch.rand(batch["log_prob"].shape, dtype=torch.float64)
+    found, surrogate = (
+        [losses.compute(objective, own, **clips, **settings) for own in (batch, weighed)]
+        for weighed in [batch | {"importance_weights": weight}]
+        for objective, settings in ((name, PENALISED[name]), ("dapo", {}))
+    )
+    same(found[1] - found[0], surrogate[1] - surrogate[0], batch)
+
+
 def test_clip_cov_drops_the_drawn_tokens_alone():
     batch = random_batch(7)
     plain = losses.compute("clip_cov", batch, cov_low=1e9, cov_high=2e9)

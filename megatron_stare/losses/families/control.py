@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.config import UserError
-from megatron_stare.losses.grpo import clipped_surrogate
+from megatron_stare.losses.grpo import clipped_surrogate, corrected
 from megatron_stare.losses.planning import Step, coefficients
 from megatron_stare.losses.registry import policy_loss
 from megatron_stare.losses.settings import Count, Fraction, NonNegative, Positive, Whole
@@ -89,9 +89,7 @@ def entropic(
     """EntroPIC (arXiv 2511.15248): clipped, plus alpha times -r |A| on confident tokens, so that
     there A > 0 counts 1 + alpha and A < 0 counts 1 - alpha. No importance weight on the extra term.
     """
-    loss = clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
-    if tokens.correction is not None:
-        loss = loss * tokens.correction
+    loss = corrected(clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c), tokens)
     return loss - tokens.values["extra"] * tokens.ratio * tokens.advantage.abs()
 
 
@@ -125,6 +123,7 @@ def plan_skywork(
     family="control",
     source="2505.22312",
     entropy_gradient=True,
+    corrects=True,
     needs=("entropy",),
 )
 def skywork_or1(
@@ -137,7 +136,7 @@ def skywork_or1(
     """Skywork-OR1's adaptive entropy (arXiv 2505.22312): clipped - a g H, with the gradient through
     H; a and the gate g from its plan.
     """
-    loss = clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
+    loss = corrected(clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c), tokens)
     return loss - tokens.numbers["bonus"] * tokens.entropy
 
 
@@ -413,6 +412,7 @@ def weight_at(number: int, total: int) -> float:
     family="control",
     source="2509.22576",
     entropy_gradient=True,
+    corrects=True,
     needs=("entropy", "turns"),
 )
 def epo(
@@ -430,5 +430,5 @@ def epo(
     history of a step with fewer turns than the most is shifted to later ones, and micro-batches
     without a late turn have P = 0; here a turn is its number, and the whole batch decides.
     """
-    loss = clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
+    loss = corrected(clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c), tokens)
     return loss - coefficient * (tokens.entropy - tokens.values["penalty"])

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_stare.losses.grpo import clipped_surrogate
+from megatron_stare.losses.grpo import clipped_surrogate, corrected
 from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss
 from megatron_stare.losses.settings import Fraction, NonNegative
@@ -63,7 +63,12 @@ def plan_aent(
 
 
 @policy_loss(
-    plan=plan_aent, family="distributions", source="2509.03493", head="logits", needs=("logits",)
+    plan=plan_aent,
+    family="distributions",
+    source="2509.03493",
+    head="logits",
+    corrects=True,
+    needs=("logits",),
 )
 def aent(
     tokens: LossTokens,
@@ -78,7 +83,8 @@ def aent(
     """
     assert tokens.logits is not None, "a loss with head=logits gets them"
     bonus = tokens.numbers["bonus"] * truncated_entropy(tokens.logits, truncation)
-    return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c) - bonus
+    loss = clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
+    return corrected(loss, tokens) - bonus
 
 
 def plan_siren(
@@ -120,6 +126,7 @@ def plan_siren(
     source="2509.25133",
     aggregation="seq-mean-token-sum-norm",
     head="logits",
+    corrects=True,
     needs=("logits", "nucleus"),
 )
 def siren(
@@ -141,4 +148,5 @@ def siren(
     assert tokens.logits is not None, "a loss with head=logits gets them"
     entropy = nucleus_entropy(tokens.logits, nucleus, crossing == "included")
     pulled = tokens.values["pull"] * (entropy - entropy.detach()) + tokens.values["penalty"]
-    return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c) + pulled
+    loss = clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
+    return corrected(loss, tokens) + pulled

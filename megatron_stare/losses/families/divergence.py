@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_stare.losses.grpo import clipped_surrogate, pessimistic
+from megatron_stare.losses.grpo import clipped_surrogate, corrected, pessimistic
 from megatron_stare.losses.kl import estimate
 from megatron_stare.losses.planning import Step
 from megatron_stare.losses.registry import policy_loss, variant
@@ -132,6 +132,7 @@ def clip_cov(
     family="divergence",
     confidence="second-hand",
     entropy_gradient=True,
+    corrects=True,
     needs=("entropy",),
 )
 def entro_reg(
@@ -143,7 +144,8 @@ def entro_reg(
     eps_clip_c: NonNegative = 10.0,
 ) -> Tensor:
     """EntroReg: clipped - beta H, with the gradient through H. beta is inferred."""
-    return clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c) - beta * tokens.entropy
+    loss = clipped_surrogate(tokens, eps_clip, eps_clip_high, eps_clip_c)
+    return corrected(loss, tokens) - beta * tokens.entropy
 
 
 def plan_lp_reg(

@@ -41,6 +41,7 @@ class Objective:
     another objective's weights with this loss. `passes`: the settings of each of the updates that
     follow one another on the same tokens, where they are more than one. `tempering`: of the state
     that the last plan left, and settings, makes the T at which this plan wants pi's log-probs too.
+    `require`: raises UserError for settings that do not fit together.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Objective:
     reweight: Objective | None = None
     passes: tuple[Mapping[str, Any], ...] = ({},)
     tempering: Callable[..., float] | None = None
+    require: Callable[[Mapping[str, Any]], None] | None = None
 
     @property
     def per_token(self) -> bool:
@@ -193,7 +195,9 @@ class Objective:
 
     def check(self, config: LossConfig) -> None:
         """UserError for settings that this objective does not read or cannot take."""
-        self._settings(config)
+        settings = self._settings(config)
+        if self.require:
+            self.require(settings)
         self._weights_settings(config)
         for name in self.unread(config):
             field = FIELD_SETTINGS[name]

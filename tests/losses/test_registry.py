@@ -180,6 +180,19 @@ def test_a_field_that_the_objective_does_not_read_is_refused(settings, named):
     assert reading(config, list(settings)) == config, "what is given stays, to be refused"
 
 
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        ({}, "total_steps"),
+        ({"schedule": "entropy"}, "initial"),
+        ({"schedule": "epoch", "total_steps": 8, "epochs": 1}, "epochs of at least 2"),
+    ],
+)
+def test_an_incomplete_schedule_is_refused_before_anything_is_sampled(settings, missing):
+    with pytest.raises(UserError, match=missing):
+        objective_of(LossConfig(name="positive_reweighting", settings=settings))
+
+
 def test_fields_that_something_reads_are_taken():
     objective_of(LossConfig(name="ce_gppo", reweight="stare", reweight_w=1.4, variant="C2"))
     objective_of(LossConfig(name="dapo", target_entropy=0.2, kl_loss_coef=0.1))

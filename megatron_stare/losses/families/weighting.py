@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -100,6 +101,22 @@ def ar_lopti(
 variant("ar", "ar_lopti", {"alpha": 0.2}, passes=({},))
 
 
+def require_schedule(settings: Mapping[str, Any]) -> None:
+    """UserError: the schedule lacks a number that is not published."""
+    schedule, epochs = settings["schedule"], settings["epochs"] or 0
+    if schedule == "entropy":
+        if settings["initial"] is None:
+            raise UserError(
+                "positive_reweighting with schedule=entropy needs loss.settings.initial, the first "
+                "lambda: no value of it is published"
+            )
+    elif not settings["total_steps"] or (schedule == "epoch" and epochs < 2):
+        raise UserError(
+            f"positive_reweighting with schedule={schedule} needs loss.settings.total_steps"
+            f"{' and epochs of at least 2' if schedule == 'epoch' else ''}"
+        )
+
+
 def plan_positive_reweighting(
     step: Step,
     *,
@@ -117,23 +134,15 @@ def plan_positive_reweighting(
     """
     number = step.state.get("step", 0.0)
     if schedule == "entropy":
-        if initial is None:
-            raise UserError(
-                "positive_reweighting with schedule=entropy needs loss.settings.initial, the first "
-                "lambda: no value of it is published"
-            )
+        assert initial is not None, "require_schedule has checked it"
         share = step.state.get("positive_weight", initial)
         gap = step.entropy - threshold
         share = min(max(share + change * ((gap > 0) - (gap < 0)), 0.0), 1.0)
     else:
-        if not total_steps or (schedule == "epoch" and (epochs or 0) < 2):
-            raise UserError(
-                f"positive_reweighting with schedule={schedule} needs loss.settings.total_steps"
-                f"{' and epochs of at least 2' if schedule == 'epoch' else ''}"
-            )
+        assert total_steps, "require_schedule has checked it"
         done = min(number / total_steps, 1.0)
         share = max(0.0, 2 * done - 1)
-        if schedule == "epoch" and epochs is not None:
+        if schedule == "epoch" and epochs:
             share = min(math.floor(done * epochs), epochs - 1) / (epochs - 1)
     weight_T = torch.ones_like(step.advantage_T)
     weight_T[step.advantage_T > 0] = share
@@ -143,6 +152,7 @@ def plan_positive_reweighting(
 
 @policy_loss(
     plan=plan_positive_reweighting,
+    require=require_schedule,
     family="weighting",
     source="2511.05993",
     confidence="second-hand",

@@ -258,10 +258,10 @@ class EmbeddedEngine:
         return chosen_B
 
     def _at_stop(self, ids: list[int], stop: tuple[str, ...]) -> bool:
-        """Whether the last token completes one of the strings. A token has at least one character,
-        so that a short window is enough.
+        """Whether the last token completes one of the strings. A token has at least one byte, so
+        that a short window is enough.
         """
-        window = ids[-max(map(len, stop)) - 1 :]
+        window = ids[-max(len(string.encode()) for string in stop) - 1 :]
         text, before = (
             self.tokenizer.decode(part, skip_special_tokens=False) for part in (window, window[:-1])
         )

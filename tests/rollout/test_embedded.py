@@ -267,6 +267,21 @@ def test_a_response_ends_with_its_first_stop_token(checkpoints, tmp_path):
     assert 5 < ended < 24
 
 
+@pytest.mark.parametrize("stop", ["</a>", "\u7b54\u6848", "\U0001f642", "end\u3002"])
+def test_a_text_of_several_bytes_a_character_ends_a_response(checkpoints, monkeypatch, stop):
+    """The byte tokenizer takes three or four tokens for one of these characters."""
+    engine, ids = engine_of(checkpoints["qwen2"]), byte_tokenizer().encode(f"abc{stop}def")
+    tokens = iter(ids)
+
+    def scripted(logits_BV, uniform_B, params):
+        return torch.tensor([next(tokens)]), torch.zeros(1)
+
+    monkeypatch.setattr("megatron_stare.rollout.embedded.next_tokens", scripted)
+    params = SamplingParams(1.0, 1.0, len(ids), stop=(stop,))
+    (rollout,) = generate(engine, requests(1), params)
+    assert (rollout.text, rollout.status) == (f"abc{stop}", "completed")
+
+
 def test_a_model_without_any_end_token_is_refused(checkpoints, tmp_path):
     directory = with_stops(checkpoints["qwen2"], tmp_path / "model", None, None)
     tokenizer = byte_tokenizer()

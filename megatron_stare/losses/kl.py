@@ -63,8 +63,8 @@ def estimate(difference: Tensor, kind: str) -> Tensor:
 
 
 def distilled(batch: TokenBatch, config: LossConfig) -> TokenBatch:
-    """The batch with these advantages [T, nats]; itself with distillation_coef = 0. With top_k the
-    rewards' part is all that is left of them.
+    """The batch with these advantages [T, nats]; itself with distillation_coef = 0. With
+    distillation_top_k they are the rewards' part alone.
     """
     if not config.distillation_coef:
         return batch

@@ -38,9 +38,9 @@ class Objective:
     `weighted`: the loss applies `tokens.weight` itself. `corrects`: it applies `tokens.correction`
     itself, to its surrogate alone.
     `needs` names what a batch must hold beyond log-probs and advantages. `reweight` composes
-    another objective's weights with this loss. `passes`: the settings of each of the updates that
-    follow one another on the same tokens, where they are more than one. `tempering`: of the state
-    that the last plan left, and settings, makes the T at which this plan wants pi's log-probs too.
+    another objective's weights with this loss. `passes`: the settings of each update, if a batch is
+    trained in several updates that have different ones. `tempering`: a function of the last plan's
+    state and of settings, which returns the T at which this plan needs pi's log-probs too.
     `require`: raises UserError for settings that do not fit together.
     """
 

@@ -307,8 +307,8 @@ class PolicyModel:
     ) -> list[Any]:
         """Megatron's forward(-backward) schedule over the micro-batches.
 
-        `reduce` gets each head's output, and what it returns is collected; empty but on the last
-        pipeline stage.
+        `reduce` gets each head's output. Its results are returned, on the last pipeline stage; the
+        list of the other stages is empty.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -414,8 +414,8 @@ def received(
 
     1F1B: every one in turn. Interleaved over `chunks` in turns of `turn` (Megatron's
     get_schedule_table; arXiv 2104.04473, section 2.2): in the order of the schedule, which is the
-    sender's too. What the last chunk makes ends on the last stage, and what the first one makes, of
-    gradients, on the first: the other end is sent nothing of it.
+    sender's too. Activations of the last chunk stay on the last stage, and gradients of the first
+    chunk on the first stage: neither is sent around to the other end.
     """
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
 

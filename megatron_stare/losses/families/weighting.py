@@ -221,8 +221,8 @@ def hapo(
 
     Clip: h <= 0 widens the lower to eps_clip (1 - h), h > 0 the upper to eps_clip_high (1 + h).
     A' = A (1 + h) where h > 0 and r is outside (1 - low / 2, 1 + high / 2), or h <= 0 and inside.
-    Dual clip; ln r is not clamped. The authors' code has the sign of negative h turned round: this
-    is what their paper means. Their advantage and their sampling temperature are settings apart.
+    Dual clip; ln r is not clamped. The authors' code flips the sign of negative h; here h is that
+    of their paper. Their advantage and their sampling temperature are separate settings.
     """
     h = tokens.values["h"]
     ratio = torch.exp(tokens.old_surprisal - tokens.surprisal)

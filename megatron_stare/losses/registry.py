@@ -165,13 +165,12 @@ class Objective:
         """
         settings = self._for(self.function, self._settings(config) | dict(instead or {}))
         coefficient, kind = config.kl_loss_coef, config.kl_loss_type
-        outer = self.reweight is not None and not self.weighted
 
         def whole(tokens: LossTokens) -> Tensor:
             if self.per_token and not tokens.surprisal.numel():
                 return tokens.surprisal  # without a loss token there is no plan to read
             loss = self._one_value_per_token(self.function(tokens, **settings), tokens)
-            loss = loss * tokens.weight if outer else loss
+            loss = loss if self.weighted else loss * tokens.weight
             if tokens.correction is not None and not self.corrects:
                 loss = loss * tokens.correction
             if config.distillation_top_k:

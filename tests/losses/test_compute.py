@@ -9,6 +9,7 @@ import torch
 from megatron_stare import losses
 from megatron_stare.config import UserError
 from megatron_stare.losses.registry import all_objectives
+from megatron_stare.records import LossPlan
 from tests.losses import reference_distances as further
 from tests.losses import reference_objectives as twins
 
@@ -312,6 +313,25 @@ def test_importance_weights_leave_an_entropy_term_alone(name):
         for objective, settings in ((name, PENALISED[name]), ("dapo", {}))
     )
     same(found[1] - found[0], surrogate[1] - surrogate[0], batch)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_plans_weights_multiply_the_loss_once(weighted, monkeypatch):
+    """By themselves and under STARE's, whether the loss multiplies or leaves it to the registry."""
+
+    def doubled(step):
+        return LossPlan(weight_T=torch.full_like(step.advantage_T, 2.0))
+
+    def own(tokens):
+        loss = -tokens.advantage * tokens.log_prob
+        return tokens.weight * loss if weighted else loss
+
+    monkeypatch.setattr("megatron_stare.losses.registry._objectives", all_objectives())
+    losses.policy_loss(plan=doubled, weighted=weighted)(own)
+    batch, weights = random_batch(5), {"reweight": "stare", "gate": False, "reweight_w": 3.0}
+    same(losses.compute("own", batch), 2 * losses.compute("gpg", batch), batch)
+    plain = losses.compute("gpg", batch, **weights)
+    same(losses.compute("own", batch, **weights), 2 * plain, batch)
 
 
 def test_clip_cov_drops_the_drawn_tokens_alone():

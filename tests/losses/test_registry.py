@@ -133,7 +133,7 @@ def plain(tokens):
     config = LossConfig(name="own_losses.bounded", settings={"limit": 0.5})
     tokens = random_tokens()
     found = objective_of(config).bind(config).function(tokens)
-    expected = -tokens.advantage * torch.minimum(tokens.ratio, torch.tensor(0.5))
+    expected = -tokens.advantage * torch.minimum(tokens.ratio, torch.tensor(0.5)) * tokens.weight
     torch.testing.assert_close(found, expected.to(found.dtype))
     with pytest.raises(UserError, match="put @policy_loss"):
         find_objective("own_losses.plain")

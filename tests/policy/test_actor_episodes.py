@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_stare.config import Config, LossConfig, override
+from megatron_stare.config import Config, LossConfig, PolicyConfig, override
 from megatron_stare.losses import find_objective
+from megatron_stare.losses.planning import coefficients
 from megatron_stare.policy import topology as topologies
-from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.actor import Actor, _loss_tokens
+from megatron_stare.policy.packing import pack
+from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout, TokenBatch, trained_sequences
 from tests.distributed import run_distributed
 from tests.tiny_models import tiny_config, write_checkpoint
@@ -35,13 +39,10 @@ LOSSES = {
     "sequence sum": LossConfig(name="dapo", aggregation="seq-mean-token-sum"),
     "stare": LossConfig(name="stare", aggregation="seq-mean-token-mean"),
 }
-LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
-    1: {"one": ()},
-    2: {
-        "DP2": (),
-        "CP2": ("policy.context_parallel_size=2",),
-        "PP2 padded": ("policy.pipeline_model_parallel_size=2", "policy.packed_sequences=false"),
-    },
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "DP2": (),
+    "CP2": ("policy.context_parallel_size=2",),
+    "PP2 padded": ("policy.pipeline_model_parallel_size=2", "policy.packed_sequences=false"),
 }
 
 
@@ -127,29 +128,32 @@ def test_impossible_sequences_are_refused(change: dict[str, Any], message: str) 
         dataclasses.replace(plain, **change)
 
 
-def measured(directory: str, options: tuple[str, ...], name: str, split: str) -> dict[str, Any]:
-    """One update, and the loss's values of every token in float64.
-
-    With an epsilon of 1 Adam's first step is g / (|g| + 1): the weights show the gradient.
+def updated(
+    directory: Path, topology: Topology, name: str, split: str, options: Sequence[str] = ()
+) -> dict[str, Any]:
+    """One update. With an epsilon of 1 Adam's first step is g / (|g| + 1): the weights show the
+    gradient.
     """
     common = ("policy.max_tokens_per_gpu=400", "optimizer.lr=1", "optimizer.adam_eps=1")
     paths = (f"policy.hf_checkpoint={directory}", "optimizer.clip_grad=1e6")
-    config = override(Config(), [*paths, *common, *options])
-    topology = topologies.start(config.policy)
-    actor = Actor(config, topology, total_steps=10)
+    actor = Actor(override(Config(), [*paths, *common, *options]), topology, total_steps=10)
     batch = actor.score(actor.pack(groups_of(SPLITS[split]), 0), sensitivity=True)
     loss = LOSSES[name]
     objective = find_objective(loss.name)
     signals = objective.plan(batch, loss, topology.across, {})
     metrics, _ = actor.update(batch, objective.bind(loss), signals)
-    found = {"weights": {key: tensor.clone() for key, tensor in actor.weights()}} | metrics
-    if topology.world_size == 1:
-        found["values"] = in_float64(batch, loss)
-    found["sequences"] = batch.num_sequences
-    return found
+    assert batch.num_sequences == 6, "a sequence of the loss is an episode"
+    return {"weights": {key: tensor.clone() for key, tensor in actor.weights()}} | metrics
 
 
-def in_float64(batch: TokenBatch, loss: LossConfig) -> dict[tuple[int, int], list[float]]:
+def packed(topology: Topology, split: str) -> TokenBatch:
+    policy = PolicyConfig(max_tokens_per_gpu=400)
+    return pack(groups_of(SPLITS[split]), topology, policy, hidden_size=16, weight_version=0)
+
+
+def in_float64(
+    batch: TokenBatch, loss: LossConfig, topology: Topology
+) -> dict[tuple[int, int], list[float]]:
     """For every token of one rank: the gradient of the batch's loss to its surprisal, and the parts
     of this gradient; the scores are functions of the token's identity.
     """
@@ -169,13 +173,10 @@ def in_float64(batch: TokenBatch, loss: LossConfig) -> dict[tuple[int, int], lis
         "old_surprisal_T": 3 * score_T4[:, 0] + 0.4 * (score_T4[:, 3] - 0.5),
     }
     batch = dataclasses.replace(batch, **(doubled | scores))
-    topology = topologies.start(Config().policy)
     objective = find_objective(loss.name)
     signals = objective.plan(batch, loss, topology.across, {})
     assert batch.surprisal_T is not None
     live = batch.surprisal_T.clone().requires_grad_()
-    from megatron_stare.policy.actor import _loss_tokens
-
     every = slice(0, len(own))
     tokens = _loss_tokens(live, batch.entropy_T, batch, signals, every)  # type: ignore[arg-type]
     (signals.coefficient_T * objective.bind(loss).function(tokens)).sum().backward()
@@ -184,12 +185,14 @@ def in_float64(batch: TokenBatch, loss: LossConfig) -> dict[tuple[int, int], lis
     return dict(zip(own, torch.stack([c.double() for c in columns], 1).tolist(), strict=True))
 
 
-def every_split(rank: int, world_size: int, directory: str, name: str) -> dict[Any, Any]:
-    return {
-        (layout, split): measured(directory, options, name, split)
-        for layout, options in LAYOUTS[world_size].items()
-        for split in (SPLITS if world_size == 1 else ("plain", "every call"))
-    }
+def under_each_layout(rank: int, world_size: int, directory: Path) -> dict[Any, Any]:
+    """The updates on episodes in many sequences."""
+    found = {}
+    for layout, options in LAYOUTS.items():
+        topology = topologies.start(override(Config(), options).policy)
+        for name in LOSSES:
+            found[layout, name] = updated(directory, topology, name, "every call", options)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -198,22 +201,34 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config("qwen2", **shape), seed=5)
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
-def test_splitting_an_episode_changes_no_tokens_gradient(checkpoint: Path, name: str) -> None:
-    (runs,) = run_distributed(every_split, 1, str(checkpoint), name)
-    plain = runs["one", "plain"]
-    assert plain["grad_norm"] > 1e-3 and plain["sequences"] == 6
+@pytest.fixture(scope="module")
+def ranks(checkpoint: Path) -> list[dict[Any, Any]]:
+    return run_distributed(under_each_layout, 2, checkpoint)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_splitting_an_episode_changes_no_tokens_gradient(topology: Topology, name: str) -> None:
+    plain = in_float64(packed(topology, "plain"), LOSSES[name], topology)
+    assert len(plain) == 78 and any(gradient for gradient, *_ in plain.values())
     for split in SPLITS:
-        found = runs["one", split]
-        assert found["sequences"] == 6, "a sequence of the loss is an episode"
-        assert found["values"].keys() == plain["values"].keys()
-        for token, values in plain["values"].items():
-            assert found["values"][token] == pytest.approx(values, rel=1e-12, abs=1e-15)
-        assert_same_update(found, plain)
-    distributed = run_distributed(every_split, 2, str(checkpoint), name)
-    for rank in distributed:
-        for found in rank.values():
-            assert_same_update(found, plain)
+        found = in_float64(packed(topology, split), LOSSES[name], topology)
+        assert found.keys() == plain.keys()
+        for token, values in plain.items():
+            assert found[token] == pytest.approx(values, rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_splitting_an_episode_changes_no_update(
+    checkpoint: Path, topology: Topology, ranks: list[dict[Any, Any]], name: str
+) -> None:
+    """On one rank, and on two under every layout."""
+    plain = updated(checkpoint, topology, name, "plain")
+    assert plain["grad_norm"] > 1e-3
+    for split in ("one", "two", "every call") if name == "token mean" else ("every call",):
+        assert_same_update(updated(checkpoint, topology, name, split), plain)
+    for rank in ranks:
+        for layout in LAYOUTS:
+            assert_same_update(rank[layout, name], plain)
 
 
 def assert_same_update(found: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -226,31 +241,17 @@ def assert_same_update(found: dict[str, Any], plain: dict[str, Any]) -> None:
         )
 
 
-def under_gspo(rank: int, world_size: int, directory: str) -> dict[str, Any]:
-    """GSPO's coefficients, and the number of tokens that the mean of its ratio is over."""
-    config = override(
-        Config(), [f"policy.hf_checkpoint={directory}", "policy.max_tokens_per_gpu=400"]
-    )
-    topology = topologies.start(config.policy)
-    actor = Actor(config, topology, total_steps=10)
-    loss = LossConfig(name="gspo", aggregation="seq-mean-token-mean")
-    found = {}
+def test_gspo_keeps_token_weights_and_takes_each_sequences_ratio(topology: Topology) -> None:
+    """Its coefficients, and the number of tokens that the mean of its ratio is over."""
+    coefficient, count = {}, {}
     for split in SPLITS:
-        batch = actor.score(actor.pack(groups_of(SPLITS[split]), 0))
-        signals = find_objective("gspo").plan(batch, loss, topology.across, {})
+        batch = packed(topology, split)
         own = identities(batch)
-        found[split] = dict(zip(own, signals.coefficient_T.tolist(), strict=True))
-        counts = [micro.loss_tokens_B[micro.sequence_N] for micro in batch.microbatches]
-        found[f"{split} counts"] = dict(zip(own, torch.cat(counts).tolist(), strict=True))
-    return found
-
-
-def test_gspo_keeps_token_weights_and_takes_each_sequences_ratio(
-    checkpoint: Path,
-) -> None:
-    (found,) = run_distributed(under_gspo, 1, str(checkpoint))
-    for split in SPLITS:
-        assert found[split] == found["plain"]
-    assert found["plain counts"][0, 0] == found["one counts"][0, 0] == 40
-    assert found["two counts"][0, 0] == 14 and found["two counts"][0, 39] == 26
-    assert set(found["every call counts"].values()) == {SAMPLED}
+        found_T = coefficients(batch, "seq-mean-token-mean", topology.across)
+        coefficient[split] = dict(zip(own, found_T.tolist(), strict=True))
+        count_T = torch.cat([each.loss_tokens_B[each.sequence_N] for each in batch.microbatches])
+        count[split] = dict(zip(own, count_T.tolist(), strict=True))
+    assert all(coefficient[split] == coefficient["plain"] for split in SPLITS)
+    assert count["plain"][0, 0] == count["one"][0, 0] == 40
+    assert count["two"][0, 0] == 14 and count["two"][0, 39] == 26
+    assert set(count["every call"].values()) == {SAMPLED}

@@ -122,13 +122,8 @@ def kalman_gains(length: int, process_noise: float, measurement_noise: float) ->
 
         K_t = (P_{t-1} + Q) / (P_{t-1} + Q + R)        P_t = R K_t
 
-    Q `process_noise`, R `measurement_noise`; not negative, and not both 0, else ValueError.
+    Q `process_noise`, R `measurement_noise`; not negative, and not both 0.
     """
-    if process_noise < 0 or measurement_noise < 0 or process_noise + measurement_noise <= 0:
-        raise ValueError(
-            f"kalman_gains: process_noise={process_noise} and measurement_noise="
-            f"{measurement_noise} must not be negative, nor both 0"
-        )
     gains, spread = [], 0.0
     for _ in range(length):
         gain = (spread + process_noise) / (spread + process_noise + measurement_noise)

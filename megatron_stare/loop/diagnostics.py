@@ -165,7 +165,8 @@ class EntropyObserver:
             entropy_T = self.actor.score(batch).entropy_T
             assert entropy_T is not None, "a scored batch"
             means.append(batch_mean(entropy_T, plan.coefficient_T, self.across))
-        return {"entropy_change/realised": sum(means) / len(means) - metrics["entropy"]}
+        change = sum(means) / len(means) - metrics["entropy_of_loss"]
+        return {"entropy_change/realised": change}
 
 
 def merged(views: Sequence[View]) -> dict[str, Tensor]:

@@ -138,6 +138,19 @@ def test_a_nan_on_a_step_with_diagnostics_is_a_skipped_update(
     write_report([directory])
 
 
+def test_no_change_is_realised_without_a_step_of_the_weights(
+    tmp_path: Path, topology: Topology
+) -> None:
+    """Entropies before and after are averaged alike, also where the loss is a sum."""
+    options = ("diagnostics.interval=1", "diagnostics.realised=true", "optimizer.lr=1e-20")
+    options += ("loss.aggregation=seq-mean-token-sum-norm", "train.num_rollout=1")
+    config = small_config(tmp_path, *options)
+    assert Trainer(config, topology).run(Interrupt())
+    (row,) = rows_of(config)
+    assert abs(row["entropy"] - row["entropy_of_loss"]) > 0.1
+    assert row["entropy_change/realised"] == pytest.approx(0.0, abs=1e-6)
+
+
 def test_diagnostics_that_cannot_be_written_end_no_run(
     tmp_path: Path, topology: Topology, capsys: pytest.CaptureFixture[str]
 ) -> None:

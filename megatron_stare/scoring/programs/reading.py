@@ -37,7 +37,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 @dataclass(frozen=True)
 class CodeTest:
     """Either `assertion`, code run after the program; or `function`, called with `arguments`, and
-    the `value` that must come; or `stdin` and the `stdout` that must come.
+    one of the `values` that must come; or `stdin` and the `stdout` that must come.
     """
 
     stdin: str = ""
@@ -45,7 +45,7 @@ class CodeTest:
     assertion: str = ""
     function: str = ""
     arguments: tuple[Any, ...] = ()
-    value: Any = None
+    values: tuple[Any, ...] = ()
 
 
 def extract_code(response: str) -> str | None:
@@ -72,9 +72,13 @@ def extract_code(response: str) -> str | None:
 def read_tests(value: Any) -> tuple[CodeTest, ...]:
     """Tests in the forms that data sets use. UserError for any other.
 
-    [{"input": "1\\n", "output": "2\\n"}, ...]; {"inputs": [...], "outputs": [...]}, with "fn_name"
-    where a function, or a method of class Solution, is called; ["assert f(1) == 2", ...]; one text
-    of assertions; or any of these as JSON in a text.
+    [{"input": "1\\n", "output": "2\\n"}, ...], texts or lists of lines; the same with "fn_name", or
+    "metadata": {"func_name": ...}, where a function, or a method of class Solution, is called;
+    {"inputs": [...], "outputs": [...], "fn_name": ...}; ["assert f(1) == 2", ...]; one text of
+    assertions; or any of these as JSON in a text.
+
+    APPS and TACO put the value of a function into a list: where every output is a list of one item,
+    the item is right as well as the list.
     """
     if isinstance(value, str):
         try:
@@ -85,7 +89,9 @@ def read_tests(value: Any) -> tuple[CodeTest, ...]:
         value = _pairs(value)
     if not isinstance(value, list) or not value:
         raise UserError(f"{_FIELD} is {short(value)}; give a list of tests that is not empty")
-    return tuple(_test(test, f"{_FIELD}[{number}]") for number, test in enumerate(value))
+    outputs = [test.get("output") if isinstance(test, dict) else None for test in value]
+    in_lists = all(isinstance(one, list) and len(one) == 1 for one in outputs)
+    return tuple(_test(test, f"{_FIELD}[{number}]", in_lists) for number, test in enumerate(value))
 
 
 def _pairs(value: dict[str, Any]) -> list[Any]:
@@ -94,16 +100,8 @@ def _pairs(value: dict[str, Any]) -> list[Any]:
         raise UserError(
             f"{_FIELD} is {short(value)}; give inputs and outputs, lists of equal length"
         )
-    name = value.get("fn_name")
-    if name:
-        if not isinstance(name, str) or not name.isidentifier():
-            raise UserError(f"{_FIELD} has fn_name={name!r}, which is not a function's name")
-        return [
-            CodeTest(function=name, arguments=_arguments(given), value=_expected(expected))
-            for given, expected in zip(inputs, outputs, strict=True)
-        ]
     return [
-        {"input": given, "output": expected}
+        {"input": given, "output": expected, "fn_name": value.get("fn_name")}
         for given, expected in zip(inputs, outputs, strict=True)
     ]
 
@@ -125,9 +123,7 @@ def _expected(value: Any) -> Any:
         return value
 
 
-def _test(value: Any, field: str) -> CodeTest:
-    if isinstance(value, CodeTest):
-        return value
+def _test(value: Any, field: str, in_lists: bool) -> CodeTest:
     if isinstance(value, str) and value.strip():
         if checks_nothing(value):
             raise UserError(
@@ -135,15 +131,36 @@ def _test(value: Any, field: str) -> CodeTest:
                 "or calls a function; add the call of its function, such as check(f)"
             )
         return CodeTest(assertion=value)
-    if (
-        isinstance(value, dict)
-        and isinstance(value.get("input"), str)
-        and isinstance(value.get("output"), str)
-    ):
-        return CodeTest(stdin=value["input"], stdout=value["output"])
+    if isinstance(value, dict) and {"input", "output"} <= value.keys():
+        given, expected, name = value["input"], value["output"], _function_of(value)
+        if name is not None:
+            if not isinstance(name, str) or not name.isidentifier():
+                raise UserError(
+                    f"{field} has fn_name={name!r}, which is not a function's name; correct it"
+                )
+            values = (_expected(expected), *(expected if in_lists else ()))
+            return CodeTest(function=name, arguments=_arguments(given), values=values)
+        given, expected = _text(given), _text(expected)
+        if given is not None and expected is not None:
+            return CodeTest(stdin=given, stdout=expected)
     raise UserError(
         f'{field} is {short(value)}; give {{"input": text, "output": text}} or a text of assertions'
     )
+
+
+def _function_of(test: dict[str, Any]) -> Any:
+    """What a test names as the function that it calls; None: it is one of stdin and stdout."""
+    metadata = test.get("metadata")
+    named = metadata.get("func_name") if isinstance(metadata, dict) else None
+    calls = test.get("testtype") == "functional" or test.get("type") == "function_call"
+    return test.get("fn_name") or named or ("" if calls else None)
+
+
+def _text(value: Any) -> str | None:
+    """A text, or a list of its lines; None for anything else."""
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    return value if isinstance(value, str) else None
 
 
 def short(value: Any) -> str:

@@ -131,6 +131,8 @@ def test_forms_of_tests():
     pair = CodeTest(stdin="1", stdout="2")
     for value in ([{"input": "1", "output": "2"}], {"inputs": ["1"], "outputs": ["2"]}):
         assert read_tests(value) == read_tests(json.dumps(value)) == (pair,)
+    lines = {"inputs": [["1", "2 3"], []], "outputs": [["5", ""], ["0"]]}
+    assert read_tests(lines) == (CodeTest("1\n2 3", "5\n"), CodeTest("", "0"))
     assert read_tests(["assert a", "assert b"]) == (
         CodeTest(assertion="assert a"),
         CodeTest(assertion="assert b"),
@@ -148,6 +150,8 @@ def test_forms_of_tests():
         {"inputs": ["1"], "outputs": []},
         [1],
         [{"input": 1, "output": "1"}],
+        [{"input": [1], "output": "1"}],
+        [{"input": [1], "fn_name": "f"}],
         ["", "x"],
     ],
 )
@@ -155,7 +159,7 @@ def test_other_forms_of_tests_are_refused(value):
     with pytest.raises(UserError, match=r"metadata\.tests"):
         read_tests(value)
     with pytest.raises(UserError, match="fn_name"):
-        read_tests({"inputs": [], "outputs": [], "fn_name": "f()"})
+        read_tests({"inputs": [[]], "outputs": [1], "fn_name": "f()"})
 
 
 def test_same_output():
@@ -229,9 +233,30 @@ def test_values_are_compared_by_kind_outside_the_program(run, code, assertion, p
 def test_a_function_by_name(run, code, passed):
     inputs, outputs = [[1, 2], ["5", "6"], "[1]\n[2]"], [3, '"56"', "[1, 2]"]
     tests = read_tests({"fn_name": "add", "inputs": inputs, "outputs": outputs})
-    assert tests[0] == CodeTest(function="add", arguments=(1, 2), value=3)
+    assert tests[0] == CodeTest(function="add", arguments=(1, 2), values=(3,))
     verdict = verify_code(program(code), tests, run)
     assert verdict.passed == passed, verdict.failure
+
+
+@pytest.mark.parametrize("named", [{"fn_name": "f"}, {"metadata": {"func_name": "f"}}])
+def test_every_test_may_name_its_function(named):
+    test = {"input": "[1]\n2", "output": "[1, 2]", "testtype": "functional", **named}
+    wanted = CodeTest(function="f", arguments=([1], 2), values=([1, 2],))
+    assert read_tests([test]) == read_tests(json.dumps([test])) == (wanted,)
+    unnamed = test | dict.fromkeys(named)
+    with pytest.raises(UserError, match="fn_name=''"):
+        read_tests([unnamed])
+    assert read_tests([unnamed | {"testtype": "stdin"}])[0].stdin == "[1]\n2"
+
+
+def test_values_in_lists_of_one_are_read_as_apps_and_taco_mean_them(run):
+    row = {"fn_name": "f", "inputs": [["a"], ["bc"]], "outputs": [["A"], ["BC"]]}
+    assert verify_code(program("def f(x): return x.upper()"), read_tests(row), run).correct
+    assert verify_code(program("def f(x): return [x.upper()]"), read_tests(row), run).correct
+    assert verify_code(program("def f(x): return x"), read_tests(row), run).passed == 0
+    lists = row | {"outputs": [["A"], ["B", "C"]]}
+    assert verify_code(program("def f(x): return list(x.upper())"), read_tests(lists), run).correct
+    assert verify_code(program("def f(x): return x.upper()"), read_tests(lists), run).passed == 0
 
 
 def test_json_values_have_kinds(run):

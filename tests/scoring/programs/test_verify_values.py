@@ -109,13 +109,13 @@ def test_no_forged_value_raises():
     lines += ['["list", [' + '["list", [' * 50_000 + "]]" * 50_000 + "]]"]
     for line in lines:
         for expected in EXPECTED:
-            test = CodeTest(function="f", value=expected)
+            test = CodeTest(function="f", values=(expected,))
             assert verify_code(PROGRAM.format("f = 1"), [test], answering(line)).total == 1
 
 
 @pytest.mark.parametrize("returned", RETURNED)
 def test_no_returned_value_raises(run, returned):
-    tests = [CodeTest(function="f", value=expected) for expected in EXPECTED]
+    tests = [CodeTest(function="f", values=(expected,)) for expected in EXPECTED]
     tests += [
         CodeTest(assertion=text) for text in ("assert abs(f() - 2.5) < 1", "assert f() == {1}")
     ]

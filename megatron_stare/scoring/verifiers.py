@@ -37,6 +37,9 @@ _BEFORE_WORDS = rf"(?:[B-HJ-Z](?=\s)|[AI]{_REASON})"
 _ALONE = r"[A-Za-z](?=\W*\Z|\s*[^\w\s'\\])"
 _LETTER = rf"({_ALONE}|{_BEFORE_WORDS})"
 _CHOICE = re.compile(rf"\W*{_LETTER}(?:\W.*)?", re.DOTALL)
+# Letters and nothing else: A, C; AC; (A) and (C).
+_MARKS = r"[\s,;/|&()\[\]{}.:*$]"
+_SEVERAL = re.compile(rf"(?:{_MARKS}*(?:(?:and|or|no|not){_MARKS}+)*[A-Ja-j]){{2,}}{_MARKS}*")
 _CHOSEN = re.compile(rf"(?i:answer|option|choice)\s{{0,9}}(?i:is|:)?[^\w]{{0,9}}{_LETTER}")
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 # Formulas, commands and code are Latin in every language. A formula ends before the next one opens,
@@ -146,19 +149,19 @@ def multiple_choice(
     extraction: str = "any",
     tag: str = "answer",
 ) -> Verdict:
-    """1 where the chosen letter is the label's:
-    C, (C), \\text{(C)}, `C. 12 cm`. Letters count in either case.
+    """1 where the chosen letter is the label's: C, (C), \\text{(C)}, `C. 12 cm`; of a label of
+    several (AC; A, C) all of them, in any order. Letters count in either case.
 
     extraction `any` also takes the letter of the last "answer is C". Unverifiable: a label that is
     no letter.
     """
-    wanted = _letter(label)
-    if wanted is None:
+    wanted = _letters(label)
+    if not wanted:
         return unverifiable(f"the label {label[:80]!r} is not a choice letter")
     answer = extract(response, extraction, tag)
     if answer is None and extraction == "any":
         answer = next((match[1] for match in reversed(list(_CHOSEN.finditer(response)))), None)
-    return judged(answer is not None and _letter(answer) == wanted, answer)
+    return judged(answer is not None and _letters(answer) == wanted, answer)
 
 
 def response_format(response: str, label: str, metadata: dict[str, Any], pattern: str) -> Verdict:
@@ -183,9 +186,12 @@ def language(response: str, label: str, metadata: dict[str, Any], script: str) -
     return Verdict(share, "correct" if share > 0.5 else "wrong")
 
 
-def _letter(text: str) -> str | None:
-    match = _CHOICE.fullmatch(_TEXT_COMMAND.sub(r"\1", text.strip()))
-    return match[1].upper() if match else None
+def _letters(text: str) -> set[str]:
+    bare = _TEXT_COMMAND.sub(r"\1", text.strip())
+    if _SEVERAL.fullmatch(bare):
+        return set(re.sub(r"\b(?:and|or|no|not)\b", "", bare).upper()) & set("ABCDEFGHIJ")
+    match = _CHOICE.fullmatch(bare)
+    return {match[1].upper()} if match else set()
 
 
 @functools.lru_cache(maxsize=65536)

@@ -101,6 +101,17 @@ def test_no_text_breaks_extraction(text: str) -> None:
         ("\\boxed{12}", "C", "wrong"),
         ("no idea", "C", "wrong"),
         ("\\boxed{C}", "12", "unverifiable"),
+        ("\\boxed{A}", "A, C", "wrong"),
+        ("\\boxed{C, A}", "A, C", "correct"),
+        ("\\boxed{A and C}", "AC", "correct"),
+        ("\\boxed{AC}", "A, B", "wrong"),
+        ("\\boxed{A, C}", "A", "wrong"),
+        ("\\boxed{A/B}", "A", "wrong"),
+        ("\\boxed{B or C}", "B", "wrong"),
+        ("\\boxed{B. no, C}", "B", "wrong"),
+        ("\\boxed{(A) (B) (C) (D)}", "A", "wrong"),
+        ("\\boxed{C. both A and B}", "C", "correct"),
+        ("\\boxed{C. $x^2$}", "C", "correct"),
     ],
 )
 def test_multiple_choice(response: str, label: str, verdict: str) -> None:

@@ -7,9 +7,8 @@ correct;
 3. a label in words, or a numeral in a base (52_8): compared as text;
 4. a list, set, tuple, interval, union or matrix on both sides: element by element; an inequality
    is the interval that it describes;
-5. an answer that is still to be computed, where the label is a number: wrong. A formula copied from
-   the problem equals the label, and so does a sum that is not summed. This is read off the text, so
-   that a tower of powers, for example, is never computed;
+5. an answer that is still to be computed (evaluated.py), where the label is a number: wrong. A
+   formula copied from the problem equals the label, and so does a sum that is not summed;
 6. computer algebra: latex2sympy and math-verify's comparison.
 A label that none of them can read makes any answer but its own text unverifiable; an answer that
 cannot be read is wrong. So is one that takes all memory, stack or time, which sympy would hide,
@@ -33,7 +32,13 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from math_verify.grader import should_treat_as_complex
 
 from megatron_stare.scoring.mathematics import forms
+from megatron_stare.scoring.mathematics.evaluated import (
+    has_operation,
+    is_exact_form,
+    is_still_to_compute,
+)
 from megatron_stare.scoring.mathematics.values import (
+    SPACE_IN_NUMBER,
     as_interval,
     chain,
     choice_and_value,
@@ -62,38 +67,16 @@ _NORMALISATION = NormalizationConfig(
     equations=False,
 )
 _DIGITS = 30
+_MOST_DIGITS = 10_000
 # How far 22/7 \approx 3.14 may be off, relative, for its two sides to be one answer.
 _ROUNDED = 0.01
 _NOTHING = "\\emptyset"  # an answer that costs nothing to read
 _NO_SOLUTION = {"no solution", _NOTHING}
 _RESOURCES = (MemoryError, RecursionError)
-
-# Operations left to compute, by family: a label that holds one of a family allows the others.
-_FAMILIES = {
-    "sum": r"sum|prod|coprod|int|iint|iiint|oint|lim|limsup|liminf|sup|inf|max|min|arg|bigcup",
-    "divisor": r"gcd|lcm|bmod|pmod|mod|equiv|varphi|tau|lfloor|lceil|det|dim|Pr|deg",
-    "choose": r"binom|dbinom|tbinom|choose",
-    "angle": r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?",
-    "logarithm": r"log|ln|lg|exp",
-}
-_COMMANDS = {
-    name: re.compile(rf"(?<![a-zA-Z])(?:{words})(?![a-zA-Z])") for name, words in _FAMILIES.items()
-}
-_FACTORIAL = re.compile(r"[\w)}\]]\s*!")
-_OPERATOR = re.compile(r"\\operatorname\s*\{|\\math(?:rm|bf|sf)\s*\{\s*(?:gcd|lcm|mod|log)")
-_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{[^{}]*\}(?:\^(?:\{-?\d\}|\d))?")
-_COMMAND = re.compile(r"\\[a-zA-Z]+")
-_LITERAL = re.compile(r"\d+(?:,\d{3})*(?:\.\d*)?|\.\d+")
-_DEGREES = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree|\\%|\\\$")
-_TIMES_TEN = re.compile(r"(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*[+-]?\d{1,3}\s*\}|[+-]?\d)")
-_FRACTIONAL_POWER = re.compile(
-    r"\^\s*\{\s*-?(?:\\frac\s*(?:\{\s*\d\s*\}|\d)\s*(?:\{\s*\d\s*\}|\d)|\d\s*/\s*\d)\s*\}"
-)
-_DIVISION = re.compile(r"/|\\frac(?![a-zA-Z])|\\div(?![a-zA-Z])")
-_BINARY = re.compile(r"(?<=[\w)}\]!])\s*[+\-*]|\\(?:times|cdot|pm|mp|div)(?![a-zA-Z])")
-_IRRATIONAL = re.compile(r"\\(?:sqrt|pi|infty)(?![a-zA-Z])|(?<![a-zA-Z\\])(?:e|i)(?![a-zA-Z])")
-_BIG_POWER = re.compile(r"\^\s*(?:\{[^{}]*\d{4,}[^{}]*\}|[({]?\s*\d{4,})")
-_CHARACTERS = 1000  # more, for a label that is a number, are no closed form
+# Two numbers next to each other, which sympy would multiply; 2^2 3 is a product.
+_TWO_NUMBERS = re.compile(r"(?<![\^_\d.])(?<!binom )[\d.]+\s+\d")
+_MIXED = re.compile(r"(?<![\^_\w.}])(\d{1,30})\s*\\frac\{(\d{1,30})\}\{(\d{1,30})\}")
+_HUNDREDTH = sympy.UnevaluatedExpr(sympy.Rational(1, 100))  # latex2sympy's \%
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
 
@@ -177,6 +160,8 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
         return True
     if {forms.word(answer) or answer, forms.word(gold) or gold} == _NO_SOLUTION:
         return True
+    if {forms.half_day(answer), forms.half_day(gold)} == {"a", "p"}:
+        return False
     chosen = re.fullmatch(r"(?:\\text\s*\{)?\s*\(?\s*([A-J])\s*\)?\s*\}?", gold)
     if chosen:
         return choice_letter(answer) == chosen[1]
@@ -217,6 +202,8 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
     mine, theirs = as_interval(answer), as_interval(gold)
     if mine and theirs and mine[0] and theirs[0] and mine[0] != theirs[0]:
         return False  # x > 2 is not y > 2
+    if mine and theirs:
+        answer, gold = mine[1], theirs[1]
     found = forms.compound(mine[1] if mine else answer)
     wanted = forms.compound(theirs[1] if theirs else gold)
     if found and wanted:
@@ -227,6 +214,8 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
             return _same_items(found, wanted, rules)
         if "set" in kinds or any(kind.startswith("determinant") for kind in kinds):
             return False
+    if wanted and "\\pm" in gold:  # sympy reads no a \pm b
+        gold = ", ".join(wanted.items)
     return _equal_by_algebra(answer, gold, rules)
 
 
@@ -257,9 +246,20 @@ def _equal_by_algebra(answer: str, gold: str, rules: _Rules) -> bool:
     found = _read(answer)
     if found is None:
         return False
+    try:
+        return _same(found, expected, rules.tolerance)
+    except _RESOURCES:
+        raise
+    except Exception:  # of sympy, which cannot work the answer out
+        return False
+
+
+def _same(found: Any, expected: Any, tolerance: float) -> bool:
+    """Whether two objects of sympy are equal. sympy may raise anything over an answer."""
     if _is_number(found) and _is_number(expected):
-        return _same_value(found, expected, rules.tolerance)
-    if isinstance(found, sympy.Eq) and isinstance(expected, sympy.Eq):
+        return _same_value(found, expected, tolerance)
+    both = (found, expected)
+    if all(isinstance(one, sympy.Eq) and isinstance(one.rhs, sympy.Expr) for one in both):
         mine, theirs = found.lhs - found.rhs, expected.lhs - expected.rhs
         if len(theirs.free_symbols) > 1 and mine.free_symbols == theirs.free_symbols:
             return bool(sympy.cancel(mine / theirs).is_number)  # 2y = 4x + 6 is y = 2x + 3
@@ -286,96 +286,12 @@ def _is_unevaluated(answer: str, gold: str, expected: Any, required: str) -> boo
     if required == "never" or (required == "auto" and not constant):
         return False
     if not constant:
-        return _has_operation(answer, gold)
+        return has_operation(answer, gold)
     number = plain_number(gold)
-    rational = number is not None or (expected.is_rational and not _is_exact_form(gold))
-    if number is not None and number.decimals is not None and _is_exact_form(answer):
+    rational = number is not None or (expected.is_rational and not is_exact_form(gold))
+    if number is not None and number.decimals is not None and is_exact_form(answer):
         rational = False  # 10.8167 is 3\\sqrt{13} to this many places
-    return _is_still_to_compute(answer, gold, bool(rational))
-
-
-def _is_still_to_compute(answer: str, gold: str, rational: bool) -> bool:
-    """Whether a normalised answer is still to be computed, the label being a number.
-
-    Always: a sum, integral, limit, divisor, binomial, factorial, function of an angle or logarithm
-    of a kind that the label does not hold; a variable; a power of a power, or one above 999, that
-    the label does not hold. `rational` says that the label is an integer or a fraction; then an
-    answer has one number, or a fraction of two (each perhaps a power), or a mixed one, and no
-    operation besides. For other labels (roots, pi, e, complex numbers) an answer may have half as
-    many numbers again as the label, and one in any case: 2\\sqrt{3} as \\sqrt{12}, but not
-    (1 + 2i) 6 - 3i for 6 + 9i.
-    """
-    answer, gold = spelled_out(answer), spelled_out(gold)
-    if _has_operation(answer, gold) or len(answer) > max(_CHARACTERS, 4 * len(gold)):
-        return True
-    mine, theirs = _bare(answer), _bare(gold)
-    if any(letter not in theirs for letter in _variables(mine)):
-        return True
-    if "|" in mine and "|" not in theirs:
-        return True
-    if _too_high(mine) and not _too_high(theirs):
-        return True
-    count, expected = len(_LITERAL.findall(mine)), len(_LITERAL.findall(theirs))
-    if rational and not _is_computation(theirs, expected):
-        return _is_computation(mine, count)
-    return count > expected + max(1, expected // 2)
-
-
-def _has_operation(answer: str, gold: str) -> bool:
-    """Whether the answer holds an operation of a family that the label does not."""
-    mine, theirs = (_TEXT.sub(" ", text) for text in (answer, gold))
-    for pattern in (*_COMMANDS.values(), _FACTORIAL):
-        if pattern.search(mine) and not pattern.search(theirs):
-            return True
-    return bool(_OPERATOR.search(answer)) and not _OPERATOR.search(gold)
-
-
-def _bare(text: str) -> str:
-    """Without units, and with a root's exponent as one number: 2^{1/2} is \\sqrt{2}."""
-    bare = _TIMES_TEN.sub(" ", _DEGREES.sub(" ", _TEXT.sub(" ", text)))
-    return _FRACTIONAL_POWER.sub(r"\\sqrt ", bare)
-
-
-def _variables(text: str) -> set[str]:
-    """Letters that are no command's, except for e and i."""
-    return set(re.findall(r"[^\W\d_]", _COMMAND.sub(" ", text))) - {"e", "i"}
-
-
-def _too_high(text: str) -> bool:
-    powers = [match.end() for match in re.finditer(r"\^", text)]
-    return bool(_BIG_POWER.search(text)) or any(
-        "^" in _exponent(text, end) or text[end + len(_exponent(text, end)) :].strip()[:1] == "^"
-        for end in powers
-    )
-
-
-def _exponent(text: str, start: int) -> str:
-    """The exponent that begins here: a group in brackets, or one symbol."""
-    at = start + len(text[start:]) - len(text[start:].lstrip())
-    if text[at : at + 1] not in ("{", "("):
-        symbol = re.match(r"\\?[a-zA-Z]+|[+-]?\d+|.?", text[at:], re.DOTALL)
-        return text[start : at + (symbol.end() if symbol else 0)]
-    depth = 0
-    for place in range(at, len(text)):
-        depth += (text[place] in "({") - (text[place] in ")}")
-        if depth == 0:
-            return text[start : place + 1]
-    return text[start:]
-
-
-def _is_computation(text: str, literals: int) -> bool:
-    """More than a number, a fraction or a power: an operation, a root, a product by brackets."""
-    known = r"frac|left|right|displaystyle|infty|overline|bar|dot"
-    if re.search(rf"\\(?!(?:{known})(?![a-zA-Z]))[a-zA-Z]", text) or _BINARY.search(text):
-        return True
-    divisions, powers = len(_DIVISION.findall(text)), text.count("^")
-    mixed = len(re.findall(r"\d\s*\\frac", text))
-    return divisions > 1 or powers > 2 or literals > 1 + divisions + powers + mixed
-
-
-def _is_exact_form(text: str) -> bool:
-    """Whether it holds a root, pi, e or i: a value that no decimal spells out."""
-    return bool(_IRRATIONAL.search(spelled_out(text)))
+    return is_still_to_compute(answer, gold, bool(rational))
 
 
 def _is_number(expression: Any) -> bool:
@@ -389,30 +305,50 @@ def _value(expression: sympy.Expr) -> Any:
 
 
 def _same_value(found: sympy.Expr, expected: sympy.Expr, tolerance: float) -> bool:
-    """Numbers to 30 digits: exact ones must agree to 20 of them, decimals within the tolerance,
-    but to 12 digits where the label is an integer.
+    """Exact numbers must agree to 20 digits, and beyond 1 to 20 places, up to _MOST_DIGITS digits:
+    2^{100} - 1 is not 2^{100}. Decimals within the tolerance, but to 12 digits where the label is
+    an integer.
 
-    A percentage equals its number as well: 50% is 0.5 and, where the label leaves the sign out, 50.
+    A percentage equals its number as well: 50% is 0.5 and, where one side leaves the sign out, 50.
     """
     decimal = bool(found.atoms(sympy.Float) or expected.atoms(sympy.Float))
     allowed = max(0.0 if expected.is_integer else tolerance, 1e-12) if decimal else 1e-20
     candidates = [(found, expected)]
-    hundredth = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
-    if found.has(hundredth) != expected.has(hundredth):
-        candidates.append((found.subs(hundredth, 1), expected.subs(hundredth, 1)))
+    # A label that leaves the sign out is at least 1.
+    of_label = expected.has(_HUNDREDTH)
+    if found.has(_HUNDREDTH) != of_label and (of_label or abs(_value(expected)) >= 1):
+        candidates.append((found.subs(_HUNDREDTH, 1), expected.subs(_HUNDREDTH, 1)))
     for pair in candidates:
         one, other = _value(pair[0]), _value(pair[1])
         if not (one.is_finite and other.is_finite):
             continue
         if abs(one - other) <= allowed * max(abs(one), abs(other)):
-            return True
+            return decimal or _same_places(*pair, one)
     return False
+
+
+def _same_places(found: sympy.Expr, expected: sympy.Expr, value: Any) -> bool:
+    """Whether two exact numbers of about this value agree to 20 places."""
+    exact = [each.doit() for each in (found, expected)]
+    if all(each.is_Rational for each in exact):
+        return bool(exact[0] == exact[1])
+    digits = _DIGITS + int(sympy.log(1 + abs(value), 10))
+    if digits > _MOST_DIGITS:
+        return True
+    one, other = (sympy.N(each, digits) for each in exact)
+    return bool(abs(one - other) <= 1e-20)
 
 
 @functools.lru_cache(maxsize=4096)
 def _read(text: str) -> Any:
     """The sympy object of one written answer, or None where it cannot be read."""
-    latex = spelled_out(text)
+    latex = SPACE_IN_NUMBER.sub("", spelled_out(text))
+    if _TWO_NUMBERS.search(latex):
+        return None
+    latex = _MIXED.sub(_as_fraction, latex).rstrip()
+    if latex.endswith("\\%") and not re.search(r"\d\s*\\%$", latex):
+        number = _read(latex[:-2])
+        return number * _HUNDREDTH if _is_number(number) else None
     latex = re.sub(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)", r"\\sqrt{\1}", latex)
     latex = re.sub(
         r"(?<![\\a-zA-Z])(pi|infty|sqrt|sin|cos|tan|cot|ln|log)(?![a-zA-Z])", r"\\\1 ", latex
@@ -430,6 +366,12 @@ def _read(text: str) -> Any:
         raise
     except Exception:  # of many kinds; they say only that this is not a formula
         return None
+
+
+def _as_fraction(mixed: re.Match[str]) -> str:
+    """\\frac{7}{3} of 2\\frac{1}{3}; anything else, which is a product, as it is."""
+    whole, above, below = map(int, mixed.groups())
+    return f"\\frac{{{whole * below + above}}}{{{below}}}" if above < below else mixed[0]
 
 
 def _last_expression(text: str) -> str | None:

@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_stare.scoring.mathematics.values import THOUSANDS, plain_number
+from megatron_stare.scoring.mathematics.values import SPACE_IN_NUMBER, THOUSANDS, plain_number
 from megatron_stare.scoring.verifiers import closing_brace
 
 _UNICODE = {
@@ -34,9 +34,12 @@ _GROUP = r"(?:\{([^{}]*)\}|([^{}]+?))"
 _SPELLINGS = (
     (re.compile(r"\.\.\."), r"\\ldots "),
     (re.compile(r"\\text\s*\{[\s.,]*\}"), " "),
+    (re.compile(r"\\mathbb\s*([A-Z])"), r"\\mathbb{\1}"),
     (re.compile(r"(?<=\\mathbb\{R\})\s*(?:-|\\backslash(?![a-zA-Z]))\s*(?=\\\{)"), r"\\setminus "),
     (re.compile(r"\\colon(?![a-zA-Z])|\{:\}"), ":"),
     (re.compile(r":="), "="),
+    (re.compile(r">="), r"\\ge "),
+    (re.compile(r"<=(?!>)"), r"\\le "),
     (re.compile(r"\\cr(?![a-zA-Z])|\\\\\s*\[\s*-?[\d.]+\s*[a-z]{2}\s*\]"), r"\\\\"),
     (re.compile(r"\\[hv]?(?:space|phantom)\*?\s*\{[^{}]*\}"), " "),
     (
@@ -95,7 +98,7 @@ _UNIT = re.compile(
     rf"|\\frac\s*\{{\s*{_ONE_UNIT}\s*\}}\s*\{{\s*{_ONE_UNIT}\s*\}}"
     r"|(?:\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\(?:degrees?|circ)(?![a-zA-Z]))"
     r"\s*(?:\\(?:text|mathrm)\s*\{\s*[CF]\s*\}|[CF])?"
-    r"|(?:\s(?:square|cubic))?\s[a-zA-Z]{3,}(?:\s+[a-zA-Z]{3,})?"
+    r"|\s(?!and\b)[a-zA-Z]{3,}(?:(?:\s+|\s*/\s*)[a-zA-Z]{2,}){0,3}"
     r")\s*$"
 )
 # Abbreviations that may be products of variables: a unit only where the other side is a number.
@@ -129,7 +132,7 @@ _ABOUT = re.compile(r"(?:=|\\(?:approx|simeq|sim|thickapprox)(?![a-zA-Z]))\s*(?=
 _EMPTY = re.compile(r"\\(?:varnothing|emptyset|O)(?![a-zA-Z])|\\\{\s*\\\}")
 _UNARY_PLUS = re.compile(r"(^|[(\[,{=<>]|\\(?:le|ge|cup))\s*\+\s*(?=[\w.\\])")
 _CONJUNCTION = re.compile(r"\\text\s*\{\s*(?:and|or)\s*\}|\s(?:and|or)\s")
-_HALF_DAY = re.compile(r"(?<=:\d\d)\s*([aApP])\.?\s?[mM]\b\.?")
+_HALF_DAY = re.compile(r"(?<=\d)\s*([aApP])\.?\s?[mM]\b\.?(?![\w^/])")
 _BASE = re.compile(r"([0-9A-Za-z]+)_(?:\{(\d+)\}|(\d+))")
 _BASE_NAMES = (
     *("two", "three", "four", "five", "six", "seven"),
@@ -169,6 +172,7 @@ def normalise(answer: str) -> str:
     while text.startswith("{") and closing_brace(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     inside = _TEXT.sub(r"\1", text).strip()
+    text = inside if _TEXT.fullmatch(text) and re.match(r"[-+.]?\d", inside) else text
     text = next((symbol for words, symbol in _SETS if words.fullmatch(inside)), text)
     text = _ABOUT.sub("", text, count=1) if _ABOUT.match(text) else text
     return re.sub(r"\s+", " ", _UNARY_PLUS.sub(r"\1", text)).strip()
@@ -196,7 +200,7 @@ def without_units(text: str, other: str = "") -> str:
         return text
     number = text[: match.start()].strip()
     words = (one.removesuffix("s") for one in _words(match[0]))
-    scale = next((_SCALES[one] for one in words if one in _SCALES), 1)
+    scale = math.prod(_SCALES[one] for one in words if one in _SCALES)
     if scale == 1:
         return number or text
     read = plain_number(number)
@@ -228,11 +232,17 @@ def compact(text: str) -> str:
     """A normalised answer without any blanks and without braces that group nothing:
     for comparing as text.
     """
-    text = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "", _TEXT.sub(r"\1", text))
+    text = SPACE_IN_NUMBER.sub("", _TEXT.sub(r"\1", text))
     text = _HALF_DAY.sub(lambda match: match[1].lower() + "m", text)
     bare = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # 3 1/2 is not 31/2
     bare = re.sub(r"(?<=[_^])\{(\w)\}", r"\1", bare)
     return THOUSANDS.sub(lambda match: match.group().replace(",", ""), bare)
+
+
+def half_day(text: str) -> str:
+    """a or p of a normalised time of day such as 3:00 PM; empty for anything else."""
+    match = _HALF_DAY.search(_TEXT.sub(r"\1", text))
+    return match[1].lower() if match else ""
 
 
 def word(text: str) -> str | None:

@@ -16,6 +16,7 @@ from fractions import Fraction
 # Digits that a number may have, and the largest power of ten: both are read in microseconds.
 MAX_DIGITS = 4000
 THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?![\d,])")
+SPACE_IN_NUMBER = re.compile(r"(?<=\d) (?=\d{3}(?!\d))")  # 12 000
 _INTEGER = r"(?:\{([+-]?\d+)\}|([+-]?\d+))"
 _DECIMAL = re.compile(r"([+-]?)(\d*)(?:\.(\d*))?(?:[eE]" + _INTEGER + ")?")
 _FRACTION = re.compile(r"([+-]?)(\d*)\\frac(?:\{([+-]?\d+)\}|(\d))(?:\{(\d+)\}|(\d))")
@@ -97,6 +98,7 @@ def plain_number(text: str) -> PlainNumber | None:
     """The number that a normalised answer spells out, or None: 12, -3.50, 2,125, 7/3,
     \\frac{7}{3}, 1\\frac{4}{5}, 4.5e33, 4.5 \\times 10^{33}, 0.\\overline{3}, 2^{10}.
     """
+    text = SPACE_IN_NUMBER.sub("", text)
     bare = re.sub(r"\s+", "", text) if not re.search(r"\d +\d", text) else text
     if len(bare) > MAX_DIGITS:
         return None

@@ -28,6 +28,7 @@ _BATCH = 1024  # rows of a table turned into objects together
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _FUNCTION = "a function without arguments that returns rows"
 Function = Callable[[], Iterable[Any]]
+_SEPARATOR = re.compile(r",(?![^\[]*\])")  # not inside of operators=["+","-"]
 _SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 
 
@@ -74,7 +75,8 @@ def parts(source: str, setting: str) -> list[tuple[str, Function | list[Path]]]:
 def _parts(source: str) -> list[str]:
     if Path(source).exists():
         return [source]
-    return [part.strip() for part in source.split(",") if part.strip()] or [source]
+    separated = _SEPARATOR.split(source)
+    return [part.strip() for part in separated if part.strip()] or [source]
 
 
 def _files(path: Path, setting: str) -> list[Path]:
@@ -251,8 +253,8 @@ def gym_rows(source: str) -> Iterator[dict[str, Any]]:
     setting, or the data set's scorer does not accept its own answer.
     """
     name, _, written = source.removeprefix(PREFIX).partition("?")
-    dataset = _dataset(source, name, _settings(source, written))
-    _check_scorer(source, name, _as_in_a_file(dataset[0]))
+    dataset, first = _dataset(source, name, _settings(source, written))
+    _check_scorer(source, name, first)
     return (_row(name, _as_in_a_file(entry)) for entry in dataset)
 
 
@@ -283,7 +285,8 @@ def _settings(source: str, written: str) -> dict[str, Any]:
     return found
 
 
-def _dataset(source: str, name: str, settings: dict[str, Any]) -> Any:
+def _dataset(source: str, name: str, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The data set and its first entry."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -296,8 +299,9 @@ def _dataset(source: str, name: str, settings: dict[str, Any]) -> Any:
             f"{source}: {name!r} is not a data set of reasoning-gym{nearest(name, DATASETS)}"
         )
     try:
-        return reasoning_gym.create_dataset(name, **settings)
-    except (TypeError, AssertionError, ValueError) as error:
+        dataset = reasoning_gym.create_dataset(name, **settings)
+        return dataset, _as_in_a_file(dataset[0])
+    except Exception as error:  # settings of the user's may make it raise anything
         raise UserError(f"{source}: reasoning-gym refuses these settings: {error}") from None
 
 

@@ -28,6 +28,9 @@ def test_rows_are_those_of_the_package():
     assert {row.metadata["data_source"] for row in rows} == {"reasoning_gym:chain_sum"}
     assert [row.number for row in rows] == list(range(1, 21))
     both = list(read_rows(f"{TASK},{PREFIX}lcm?size=5", DataConfig(), Dropped()))
+    signs = f'{PREFIX}basic_arithmetic?size=9&operators=["+", "-"]'
+    rows = list(read_rows(f"{signs},{PREFIX}lcm?size=5", DataConfig(), Dropped()))
+    assert len(rows) == 14 and not any("*" in row.question for row in rows)
     assert len(both) == 25 and both[-1].metadata["data_source"] == "reasoning_gym:lcm"
 
 
@@ -59,6 +62,7 @@ def test_a_row_of_another_source_is_unverifiable():
         (f"{PREFIX}chain_sums", "did you mean 'chain_sum'"),
         (f"{PREFIX}chain_sum?terms=2", "refuses these settings"),
         (f"{PREFIX}chain_sum?min_terms=0", "refuses these settings"),
+        (f"{PREFIX}chain_sum?seed=None", "refuses these settings"),
         (f"{PREFIX}chain_sum?size", "is not key=value"),
         (f"{PREFIX}boxnet", "own answer"),
         (f"{PREFIX}graph_color", "own answer"),

@@ -18,7 +18,7 @@ import numpy
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, DataConfig, UserError, source_of
-from megatron_stare.data.rows import BadRow, Dropped, Row, read_rows
+from megatron_stare.data.rows import BadRow, Dropped, Row, checked_text, read_rows
 from megatron_stare.data.screening import Screen
 from megatron_stare.records import Prompt
 from megatron_stare.system import digest
@@ -42,7 +42,7 @@ def tokenize(
         if row.tools or config.system_prompt:
             what = f"field {config.tool_key!r}" if row.tools else "data.system_prompt"
             raise BadRow(f"{what} needs messages but the prompt is text; set data.wrap_text=true")
-        text = str(row.prompt)
+        text = checked_text(str(row.prompt), "the prompt")
         ids = tokenizer.encode(text)
     elif not config.apply_chat_template:
         raise BadRow("the prompt is a list of messages but data.apply_chat_template is false")
@@ -89,7 +89,7 @@ def chat_text(
     BadRow: the template refuses them.
     """
     try:
-        return str(
+        text = str(
             tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) or None,
@@ -101,6 +101,7 @@ def chat_text(
     except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadRow(f"the chat template refuses the messages ({first})") from None
+    return checked_text(text, "the conversation")
 
 
 def tokenize_conversation(

@@ -123,14 +123,28 @@ def _row(raw: RawRow, config: DataConfig) -> Row:
             f"has neither {config.label_key!r} nor reward_model.ground_truth (it has "
             f"{', '.join(map(str, row))}; data.label_key names the field of the answer)"
         )
+    if not isinstance(label, str):
+        label = json.dumps(label, ensure_ascii=False, default=str)
     return Row(
         raw.number,
         _prompt(row[config.input_key], config.input_key),
-        label if isinstance(label, str) else json.dumps(label, ensure_ascii=False, default=str),
+        checked_text(label, "the label"),
         metadata_of(row, config),
         _tools(row.get(config.tool_key), config.tool_key),
         raw.file,
     )
+
+
+def checked_text(text: str, what: str) -> str:
+    """The text. BadRow: it holds half of a surrogate pair, which JSON can spell and no tokenizer
+    takes.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise BadRow(f"{what} holds {half}, half of a surrogate pair, which is no text") from None
+    return text
 
 
 def metadata_of(row: dict[str, Any], config: DataConfig) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def _lines(path: Path) -> Iterator[RawRow]:
 
 def _decoded(line: bytes) -> tuple[Any, str]:
     try:
-        return json.loads(line.decode("utf-8")), ""
+        return json.loads(line.decode("utf-8-sig")), ""  # Windows begins files with a mark
     except UnicodeDecodeError as error:
         return None, f"is not UTF-8 (byte {error.start})"
     except (ValueError, RecursionError):
@@ -190,7 +190,7 @@ def _decoded(line: bytes) -> tuple[Any, str]:
 def _json(path: Path) -> Iterator[RawRow]:
     """One array of objects, or a .jsonl under another name."""
     with path.open("rb") as file:
-        is_array = file.read(64).lstrip().startswith(b"[")
+        is_array = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     if not is_array:
         yield from _lines(path)
         return

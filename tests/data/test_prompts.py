@@ -164,6 +164,30 @@ def test_a_bad_row_names_file_row_and_field_or_is_skipped_and_counted(row, words
     assert (len(rows), skipped) == (2, 1)
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_a_file_may_begin_with_a_byte_order_mark(suffix, tmp_path):
+    path = tmp_path / f"a.{suffix}"
+    text = json.dumps(SLIME) if suffix == "jsonl" else json.dumps([SLIME])
+    path.write_text(text, encoding="utf-8-sig")
+    assert one(str(path)).label == "4"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        SLIME | {"prompt": "2\ud83d"},
+        SLIME | {"prompt": [{"role": "user", "content": "2\ud83d"}]},
+        SLIME | {"label": ["2\ud83d"]},
+    ],
+)
+def test_half_of_a_surrogate_pair_is_a_bad_row(row, tmp_path):
+    path, tokenizer = jsonl(tmp_path / "a.jsonl", [SLIME, row]), byte_tokenizer()
+    with pytest.raises(UserError, match=r"row 2: .* \\ud83d, half of a surrogate pair"):
+        load_prompts(path, tokenizer, DataConfig())
+    prompts, dropped = load_prompts(path, tokenizer, DataConfig(on_bad_row="skip"))
+    assert (len(prompts), dropped.total) == (1, 1)
+
+
 def test_blank_lines_are_skipped(tmp_path):
     rows, skipped = read(jsonl(tmp_path / "a.jsonl", [SLIME, "\n", "  \n", SLIME]))
     assert (len(rows), skipped) == (2, 0)

@@ -233,6 +233,7 @@ def whitened(value_K: Tensor, count_K: Tensor) -> Tensor:
     divisor N - 1. Fewer than two tokens are only centred.
     """
     total = count_K.sum()
+    value_K = value_K - value_K[:1]  # equal values leave no rounding error
     mean = (count_K * value_K).sum() / total.clamp(min=1.0)
     centred_K = value_K - mean
     variance = (count_K * centred_K.square()).sum() / (total - 1).clamp(min=1.0)

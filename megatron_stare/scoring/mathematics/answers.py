@@ -108,7 +108,8 @@ def math(
     A label that cannot be read or worked out makes a response unverifiable; a response that is too
     long to be read, or takes all memory or stack, is wrong, and `reason` says why.
     """
-    answer, gold = extract(response, extraction, tag), last_boxed(label) or label
+    answer = extract(response, extraction, tag)
+    gold = last_boxed(label) or label.rpartition("####")[2] or label  # GSM8K: solution #### 12
     with _exhaustion() as exhausted:
         try:
             if answer is None and extraction == "any":

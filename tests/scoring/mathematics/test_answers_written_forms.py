@@ -235,6 +235,12 @@ def test_equal_forms_of_the_sets_are_accepted_but_for_those_that_are_named():
     assert refused == REFUSED
 
 
+def test_a_label_may_be_a_solution_as_math_and_gsm8k_have_it():
+    for label in ("6 * 7 = <<6*7=42>>42 eggs.\n#### 42", r"It is $6 \cdot 7 = \boxed{42}$."):
+        assert math(r"\boxed{42}", label, {}).verdict == "correct"
+        assert math(r"\boxed{41}", label, {}).verdict == "wrong"
+
+
 def test_nested_boxes_are_one_box():
     assert math(r"So \boxed{\boxed{4}}", "4", {}).value == 1.0
     assert math(r"So \boxed{ \boxed{\frac{1}{2}} }.", "0.5", {}).value == 1.0

@@ -263,9 +263,18 @@ def has_further_choice(value: str) -> bool:
 
 
 def exact_and_rounded(text: str) -> tuple[str, str] | None:
-    """The two sides of 22/7 \\approx 3.142; None for anything else."""
+    """The two sides of 22/7 \\approx 3.142; None for anything else, also for two numbers of which
+    neither is the other one rounded: 101 \\approx 100.0 would be two answers.
+    """
     sides = [side.strip() for side in re.split(r"\\approx(?![a-zA-Z])", text)]
-    return (sides[0], sides[1]) if len(sides) == 2 and all(sides) else None
+    if len(sides) != 2 or not all(sides):
+        return None
+    one, other = map(plain_number, sides)
+    if one and other:
+        places = [each.decimals for each in (one, other) if each.decimals is not None]
+        if not places or abs(one.value - other.value) >= _ten(-min(places)):
+            return None
+    return sides[0], sides[1]
 
 
 def as_interval(text: str) -> tuple[str, str] | None:

@@ -155,13 +155,13 @@ def multiple_choice(
     extraction `any` also takes the letter of the last "answer is C". Unverifiable: a label that is
     no letter.
     """
-    wanted = _letters(label)
+    wanted = choice_letters(label)
     if not wanted:
         return unverifiable(f"the label {label[:80]!r} is not a choice letter")
     answer = extract(response, extraction, tag)
     if answer is None and extraction == "any":
         answer = next((match[1] for match in reversed(list(_CHOSEN.finditer(response)))), None)
-    return judged(answer is not None and _letters(answer) == wanted, answer)
+    return judged(answer is not None and choice_letters(answer) == wanted, answer)
 
 
 def response_format(response: str, label: str, metadata: dict[str, Any], pattern: str) -> Verdict:
@@ -186,7 +186,8 @@ def language(response: str, label: str, metadata: dict[str, Any], script: str) -
     return Verdict(share, "correct" if share > 0.5 else "wrong")
 
 
-def _letters(text: str) -> set[str]:
+def choice_letters(text: str) -> set[str]:
+    """The letters that an answer chooses, as capitals; none for anything else."""
     bare = _TEXT_COMMAND.sub(r"\1", text.strip())
     if _SEVERAL.fullmatch(bare):
         return set(re.sub(r"\b(?:and|or|no|not)\b", "", bare).upper()) & set("ABCDEFGHIJ")

@@ -51,7 +51,7 @@ from megatron_stare.scoring.mathematics.values import (
     without_names,
 )
 from megatron_stare.scoring.verdict import Verdict, judged, provisionally, unverifiable
-from megatron_stare.scoring.verifiers import extract, last_boxed
+from megatron_stare.scoring.verifiers import choice_letters, extract, last_boxed
 
 # A longer answer is not read as mathematics, unless its label is of that size as well.
 MAX_CHARACTERS = 2000
@@ -166,6 +166,8 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
     chosen = re.fullmatch(r"(?:\\text\s*\{)?\s*\(?\s*([A-J])\s*\)?\s*\}?", gold)
     if chosen:
         return choice_letter(answer) == chosen[1]
+    if re.fullmatch("[A-J, ]+", gold) and choice_letters(answer) == choice_letters(gold):
+        return True  # BD, B, D
     gold_word = forms.word(gold)
     choice = choice_and_value(answer)
     if gold_word is not None:

@@ -155,8 +155,8 @@ def equal(answer: str, gold: str, tolerance: float = 1e-6, require_evaluated: st
     return _equal(forms.normalise(answer), forms.normalise(gold), rules)
 
 
-def _equal(answer: str, gold: str, rules: _Rules) -> bool:
-    answer = forms.as_ratio(answer) if ":" in gold else answer
+def _equal_as_text(answer: str, gold: str) -> bool | None:
+    """Whether spelling, a choice or a word decides, and how; None: the value does."""
     if forms.compact(answer) == forms.compact(gold):
         return True
     if {forms.word(answer) or answer, forms.word(gold) or gold} == _NO_SOLUTION:
@@ -169,12 +169,21 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
     if re.fullmatch("[A-J, ]+", gold) and choice_letters(answer) == choice_letters(gold):
         return True  # BD, B, D
     gold_word = forms.word(gold)
+    if gold_word is None:
+        return None
     choice = choice_and_value(answer)
-    if gold_word is not None:
-        if choice and has_further_choice(choice[1]):
-            return False
-        letter = choice[0].lower() if choice else answer.strip("() ").lower()
-        return gold_word in (forms.word(answer), letter)
+    if choice and has_further_choice(choice[1]):
+        return False
+    letter = choice[0].lower() if choice else answer.strip("() ").lower()
+    return gold_word in (forms.word(answer), letter)
+
+
+def _equal(answer: str, gold: str, rules: _Rules) -> bool:
+    answer = forms.as_ratio(answer) if ":" in gold else answer
+    decided = _equal_as_text(answer, gold)
+    if decided is not None:
+        return decided
+    choice = choice_and_value(answer)
     if choice and not re.search(rf"(?<![a-zA-Z\\]){choice[0]}(?![a-zA-Z])", gold):
         answer = choice[1]
     value = without_names(answer, gold)[0] if "=" in answer else answer

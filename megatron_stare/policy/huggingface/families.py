@@ -29,6 +29,12 @@ _IGNORED = frozenset(
     {"attention_dropout", "initializer_range", "pretraining_tp", "use_cache"}
     | {"bos_token_id", "eos_token_id", "pad_token_id"}
 )
+# Of RoPE's scaling in Llama 3.1, besides its factor: Megatron-Core has no other values.
+LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 # Fields of other families, which some implementations read in every model.
 _FOREIGN: dict[str, Any] = {
     "attention_bias": False,
@@ -99,12 +105,7 @@ def _partial_rope(hf: PretrainedConfig) -> dict[str, Any]:
         raise UserError(
             f"config.json: rope_type={kind!r} is not supported; use 'default' or 'llama3'"
         )
-    fixed = {
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    for name, value in fixed.items():
+    for name, value in LLAMA3_ROPE.items():
         if rope.get(name) != value:
             raise UserError(
                 f"config.json: rope {name}={rope.get(name)} is not supported; Megatron-Core has "

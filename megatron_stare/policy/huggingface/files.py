@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
 import struct
 from collections.abc import Iterator
@@ -56,6 +57,18 @@ class TensorInfo:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+def new_directory(target: Path) -> Path:
+    """The place that `target` means, links followed. UserError: something is there that an atomic
+    rename cannot replace.
+    """
+    target = target.resolve()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UserError(f"TARGET {target} exists already; remove it or choose another")
+    if os.path.ismount(target):
+        raise UserError(f"TARGET {target} is a mount point; give a directory inside it")
+    return target
 
 
 def read_header(file: Path) -> tuple[list[TensorInfo], dict[str, str]]:

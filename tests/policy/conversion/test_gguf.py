@@ -1,5 +1,7 @@
 """GGUF files, written here tensor by tensor from a tiny model, as Hugging Face directories."""
 
+import math
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -7,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_stare.config import UserError
 from megatron_stare.policy.conversion.gguf import gguf_to_hf
-from tests.tiny_models import tiny_config
+from tests.tiny_models import LLAMA3_ROPE, tiny_config, write_checkpoint
 
 gguf = pytest.importorskip("gguf")
 
@@ -38,7 +40,8 @@ def interleaved(weight, heads):
     return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
-def write_gguf(model, file, quantised=(), architecture="llama"):
+def write_gguf(model, file, quantised=(), architecture="llama", more=lambda writer: None):
+    """`more` adds to the file, or changes it."""
     config = model.config
     writer = gguf.GGUFWriter(str(file), architecture)
     writer.add_block_count(config.num_hidden_layers)
@@ -48,6 +51,7 @@ def write_gguf(model, file, quantised=(), architecture="llama"):
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
@@ -77,6 +81,7 @@ def write_gguf(model, file, quantised=(), architecture="llama"):
             kind = gguf.GGMLQuantizationType.Q8_0
             data = gguf.quants.quantize(data, kind)
         writer.add_tensor(renamed, data, raw_dtype=kind)
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -100,6 +105,56 @@ def test_a_gguf_file_becomes_its_original_model(model, tmp_path):
     assert tokenizer.eos_token_id == 29
     assert tokenizer.chat_template == TEMPLATE
     assert again.config.architectures == ["LlamaForCausalLM"], "SGLang picks its model by it"
+    modes = {file.stat().st_mode for file in (tmp_path / "hf").iterdir()}
+    assert len(modes) == 1, "another user's server reads the weights too"
+
+
+def llama_cpp_factors(theta, width, factor):
+    """What llama.cpp's converter writes for Llama 3.1, frequency by frequency."""
+    found = []
+    for pair in range(width // 2):
+        length = 2 * math.pi * theta ** (2 * pair / width)
+        smooth = (8192 / length - 1) / (4 - 1)
+        between = 1 / ((1 - smooth) / factor + smooth)
+        found.append(1.0 if length < 8192 / 4 else factor if length > 8192 else between)
+    return torch.tensor(found).numpy()
+
+
+def test_the_rope_scaling_of_llama_3_is_kept(tmp_path):
+    config = tiny_config("llama3_rope", vocab_size=64)
+    model = AutoModelForCausalLM.from_pretrained(write_checkpoint(tmp_path / "source", config))
+    factors = llama_cpp_factors(500000.0, 16, 8.0)
+    assert 1 < factors[4] < 8 == factors[5]
+    add = lambda writer: writer.add_tensor("rope_freqs.weight", factors)  # noqa: E731
+    write_gguf(model, tmp_path / "scaled.gguf", more=add)
+    gguf_to_hf(tmp_path / "scaled.gguf", tmp_path / "hf")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert again.config.rope_parameters == LLAMA3_ROPE
+    assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+    factors[4] *= 1.1
+    write_gguf(model, tmp_path / "other.gguf", more=add)
+    with pytest.raises(UserError, match=r"rope_freqs.weight is not the scaling of Llama 3\.1"):
+        gguf_to_hf(tmp_path / "other.gguf", tmp_path / "other")
+
+
+UNSUPPORTED = {
+    r"rope\.scaling\.type='yarn' is not supported": lambda writer: writer.add_rope_scaling_type(
+        gguf.RopeScalingType.YARN
+    ),
+    "tensor blk.0.attn_q.bias has no place in a llama": lambda writer: writer.add_tensor(
+        "blk.0.attn_q.bias", torch.ones(32).numpy()
+    ),
+    "one of 3 parts": lambda writer: writer.add_uint16("split.count", 3),
+    "num_attention_heads=4 but the weights have 8": lambda w: w.add_rope_dimension_count(4),
+}
+
+
+@pytest.mark.parametrize("message", UNSUPPORTED)
+def test_what_transformers_passes_over_is_refused(message, model, tmp_path):
+    write_gguf(model, tmp_path / "tiny.gguf", more=UNSUPPORTED[message])
+    with pytest.raises(UserError, match=message):
+        gguf_to_hf(tmp_path / "tiny.gguf", tmp_path / "hf")
+    assert [file.name for file in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
 def test_quantised_tensors_are_dequantised_and_rounded(model, tmp_path):
@@ -133,5 +188,6 @@ def test_files_without_a_model_are_refused(model, tmp_path):
         gguf_to_hf(tmp_path / "cut.gguf", tmp_path / "hf")
     assert not [path for path in tmp_path.iterdir() if "hf" in path.name]
     (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "mine").touch()
     with pytest.raises(UserError, match="exists"):
         gguf_to_hf(whole, tmp_path / "hf")

@@ -25,7 +25,7 @@ from megatron_stare.policy.huggingface.families import (
     megatron_fields,
 )
 from megatron_stare.policy.huggingface.files import DTYPES, TensorInfo, read_header, weight_files
-from megatron_stare.policy.huggingface.names import ParameterMapping, Rows, name_table, to_shard
+from megatron_stare.policy.huggingface.names import ParameterMapping, name_table, to_shard
 
 # The text part of a vision-language model: its weights are named model.language_model.layers...
 _TEXT_PART, _MODEL = "model.language_model.", "model."
@@ -91,6 +91,14 @@ class Stored:
     expert: int | None = None
     first_row: int = 0  # in the expert's matrix
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.info.code]
+
     def __getitem__(self, index: Any, /) -> Tensor:
         if self.expert is not None:
             first, *rest = index if isinstance(index, tuple) else (index,)
@@ -114,6 +122,7 @@ class StoredBlocks:
     code: Stored
     scale: Stored
     shape: tuple[int, ...]
+    dtype = torch.bfloat16
 
     def __getitem__(self, index: Any, /) -> Tensor:
         parts = (*(index if isinstance(index, tuple) else (index,)), slice(None))
@@ -138,12 +147,16 @@ class Checkpoint:
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        self.tensors = {
-            info.name: Stored(file, info)
-            for file in weight_files(Path(directory))
-            for info in read_header(file)[0]
-        }
-        self.carried: dict[str, Stored] = {}
+        self.tensors: dict[str, Stored] = {}
+        for file in weight_files(Path(directory)):
+            for info in read_header(file)[0]:
+                if other := self.tensors.get(info.name):
+                    raise UserError(
+                        f"{directory}: {other.file.name} and {file.name} both have {info.name}; "
+                        "remove the files that are left from another model"
+                    )
+                self.tensors[info.name] = Stored(file, info)
+        self.carried: dict[str, Stored | StoredBlocks] = {}
         self.names = FileNames.of(self.tensors)
         if self.names.text_part:
             self._set_others_aside()
@@ -151,11 +164,15 @@ class Checkpoint:
             self._take_apart(name)
 
     def _set_others_aside(self) -> None:
-        for name in list(self.tensors):
-            if name.startswith(_TEXT_PART):
-                self.tensors[name.replace(_TEXT_PART, _MODEL)] = self.tensors.pop(name)
-            elif name != "lm_head.weight":
-                self.carried[name] = self.tensors.pop(name)
+        others = [n for n in self.tensors if not n.startswith((_TEXT_PART, "lm_head."))]
+        scales = self.scales
+        for name in others:
+            if name not in scales:
+                self.carried[name] = self.stored(name, self.tensors[name].info.shape)
+        for name in others:
+            del self.tensors[name]
+        for name in [name for name in self.tensors if name.startswith(_TEXT_PART)]:
+            self.tensors[name.replace(_TEXT_PART, _MODEL)] = self.tensors.pop(name)
 
     def _take_apart(self, name: str) -> None:
         """Replace the tensor of all experts by those of each."""
@@ -191,7 +208,7 @@ class Checkpoint:
         """
         return self.stored(name, shape)[:]
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Rows:
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored | StoredBlocks:
         """The tensor `name` where it lies, to read slices of. UserError as in `read`."""
         self.check(name, shape)
         plain = self.tensors[name]

@@ -396,12 +396,14 @@ VISION_LANGUAGE = frozenset({"qwen3_5", "qwen3_5_moe"})
 
 def text_config(hf: PretrainedConfig) -> PretrainedConfig:
     """The part of a config.json that the trainer reads: all of it, but of a vision-language model
-    its text part. tie_word_embeddings may be in either.
+    its text part. tie_word_embeddings may be in either; the format of the weights is outside.
     """
     if hf.model_type not in VISION_LANGUAGE:
         return hf
     text = hf.get_text_config()
     text.tie_word_embeddings = text.tie_word_embeddings or hf.tie_word_embeddings
+    if (quantization := getattr(hf, "quantization_config", None)) is not None:
+        text.quantization_config = quantization
     return text
 
 

@@ -97,21 +97,29 @@ def read_header(file: Path) -> tuple[list[TensorInfo], dict[str, str]]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory. UserError:
-    none, or one that the index names is missing.
+    """The safetensors files of a model directory: those of its index, or model.safetensors, or all.
+    UserError: none, one that the index names is missing, or an index next to a whole file of which
+    it knows nothing (transformers reads the file, SGLang the index).
     """
-    index = directory / INDEX
+    index, single = directory / INDEX, directory / SINGLE
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise UserError(f"{index} is damaged ({error}); fetch it again") from None
+        if SINGLE not in names and single.is_file():
+            raise UserError(
+                f"{directory} has {SINGLE} and an {INDEX} of other files; remove the ones that are "
+                "left from another model"
+            )
         for name in names:
             if not (directory / name).is_file():
                 raise UserError(
                     f"{directory}: {name}, which {INDEX} names, is missing; fetch it again"
                 )
         return [directory / name for name in names]
+    if single.is_file():
+        return [single]
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise UserError(
@@ -192,6 +200,21 @@ def copy_config(source: Path, target: Path) -> None:
         shutil.copyfile(source / "config.json", target / "config.json")
     else:
         (target / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def set_dtype(directory: Path, dtype: torch.dtype) -> None:
+    """Make config.json name the dtype of the weights, of a vision-language model also where it
+    describes the text part: servers and transformers take it for theirs.
+    """
+    path, name = directory / "config.json", str(dtype).removeprefix("torch.")
+    content: dict[str, Any] = json.loads(path.read_text())
+    parts = (content, content.get("text_config") or {})
+    said = [(part, key) for part in parts for key in ("dtype", "torch_dtype") if key in part]
+    said = said or [(content, "dtype")]
+    if any(part.get(key) != name for part, key in said):
+        for part, key in said:
+            part[key] = name
+        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def copy_description(source: Path, target: Path) -> None:

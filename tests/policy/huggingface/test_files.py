@@ -1,0 +1,86 @@
+"""The files of a model directory: which of them are read, and where a new one may appear."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_stare.config import UserError
+from megatron_stare.policy.huggingface.checkpoint import Checkpoint
+from megatron_stare.policy.huggingface.files import INDEX, new_directory, set_dtype, weight_files
+
+ONE = {"a": torch.ones(2)}
+
+
+def write_index(directory: Path, *names: str) -> None:
+    content = {"weight_map": {str(number): name for number, name in enumerate(names)}}
+    (directory / INDEX).write_text(json.dumps(content))
+
+
+def test_the_index_or_else_the_whole_file_says_what_is_read(tmp_path: Path) -> None:
+    """Mistral's directories have the weights a second time, under names of its own."""
+    save_file(ONE, tmp_path / "consolidated.safetensors")
+    save_file(ONE, tmp_path / "model.safetensors")
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+    write_index(tmp_path, "model.safetensors")
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+    write_index(tmp_path, "consolidated.safetensors")
+    with pytest.raises(UserError, match=r"has model.safetensors and an .* of other files"):
+        weight_files(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert weight_files(tmp_path) == [tmp_path / "consolidated.safetensors"]
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    for count in (2, 3):
+        save_file(ONE, tmp_path / f"model-00001-of-{count:05d}.safetensors")
+    with pytest.raises(UserError, match=r"of-00002.safetensors and .*of-00003.* both have a;"):
+        Checkpoint(str(tmp_path))
+
+
+def test_a_new_directory_takes_no_place_that_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    (tmp_path / "later").symlink_to(tmp_path / "missing")
+    assert new_directory(tmp_path / "link") == tmp_path / "disk"
+    assert new_directory(tmp_path / "later") == tmp_path / "missing"
+    monkeypatch.chdir(tmp_path / "disk")
+    assert new_directory(Path(".")) == tmp_path / "disk"
+    with pytest.raises(UserError, match="exists already"):
+        new_directory(tmp_path)
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "disk")
+    with pytest.raises(UserError, match="is a mount point; give a directory inside it"):
+        new_directory(tmp_path / "link")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"dtype": "float32"}, {"dtype": "bfloat16"}),
+        ({"torch_dtype": "float16"}, {"torch_dtype": "bfloat16"}),
+        ({}, {"dtype": "bfloat16"}),
+        ({"text_config": {"dtype": "float32"}}, {"text_config": {"dtype": "bfloat16"}}),
+        (
+            {"dtype": "float32", "text_config": {"dtype": "float32"}},
+            {"dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}},
+        ),
+    ],
+)
+def test_a_config_names_the_dtype_of_its_weights(
+    before: dict[str, object], after: dict[str, object], tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(before))
+    set_dtype(tmp_path, torch.bfloat16)
+    assert json.loads(file.read_text()) == after
+    text = json.dumps(after, indent=7)
+    file.write_text(text)
+    set_dtype(tmp_path, torch.bfloat16)
+    assert file.read_text() == text, "a config.json that says so keeps its bytes"

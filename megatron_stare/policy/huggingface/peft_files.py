@@ -155,6 +155,11 @@ class PeftDirectory:
                 f"adapters.start={directory}: {CONFIG} cannot be read ({error}); give a "
                 "directory that peft's save_pretrained or `convert megatron-to-peft` wrote"
             ) from None
+        if not (directory / WEIGHTS).is_file():
+            raise UserError(
+                f"adapters.start={directory} has no {WEIGHTS}; save the adapters again with peft's "
+                "save_pretrained(safe_serialization=True)"
+            )
         infos, _ = hf_files.read_header(directory / WEIGHTS)
         self.infos = {info.name: info for info in infos}
 

@@ -199,6 +199,9 @@ def test_a_directory_of_another_model_is_refused(run: Path, tmp_path: Path) -> N
         found.check(tiny_config("qwen2_tied", intermediate_size=40), config)
     with pytest.raises(UserError, match=r"adapter_config.json cannot be read"):
         PeftDirectory(tmp_path)
+    shutil.copy(run / "peft" / CONFIG, tmp_path)  # next to it adapter_model.bin, of an old peft
+    with pytest.raises(UserError, match=r"has no adapter_model.safetensors; save the adapters"):
+        PeftDirectory(tmp_path)
 
 
 def test_convert_refuses_unsupported_conversions(

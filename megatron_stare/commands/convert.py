@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_stare.config import PolicyConfig, UserError
@@ -64,25 +67,29 @@ def run(
             print(f"written: {target} ({written / 1e6:,.1f} MB)")
             return 0
         texts = _texts(source, prompts) if verify_it else []
-        total = convert.total_bytes(source, topology, dtype, base)
-        with progress(direction, max(1, -(-total // _MIB))) as bar:
-            done = 0
-
-            def update_progress(count: int) -> None:
-                nonlocal done
-                before, done = -(-done // _MIB), done + count
-                if -(-done // _MIB) > before:
-                    bar.update(-(-done // _MIB) - before)
-
-            common = (source, target, topology, dtype, update_progress)
+        with contextlib.ExitStack() as shown:
+            bar = functools.partial(_bar, shown, direction)
             if direction == TO_MEGATRON:
-                convert.hf_to_megatron(*common)
+                written = convert.hf_to_megatron(source, target, topology, dtype, bar)
             else:
-                convert.megatron_to_hf(*common, base)
-        print(f"written: {target} ({total / 1e6:,.1f} MB)")
+                written = convert.megatron_to_hf(source, target, topology, dtype, bar, base)
+        print(f"written: {target} ({written / 1e6:,.1f} MB)")
         if direction == TO_MEGATRON:
             _name_left_out(source)
         return _verify(direction, source, target, topology, texts, dtype) if verify_it else 0
+
+
+def _bar(shown: contextlib.ExitStack, direction: str, total: int) -> Callable[[int], None]:
+    """A progress bar of `total` bytes, counted in MiB, which ends with `shown`."""
+    bar, done = shown.enter_context(progress(direction, max(1, -(-total // _MIB)))), 0
+
+    def update(count: int) -> None:
+        nonlocal done
+        before, done = -(-done // _MIB), done + count
+        if -(-done // _MIB) > before:
+            bar.update(-(-done // _MIB) - before)
+
+    return update
 
 
 def _source(direction: str, source: Path) -> Path:
@@ -117,7 +124,8 @@ def _check_damage(source: Path, topology: Topology) -> None:
     if (source / manifest.NAME).is_file():
         for damage in verify(source, topology):
             raise UserError(
-                f"SOURCE {source} is damaged: {damage}; restore it or take another checkpoint"
+                f"SOURCE {source} is damaged: {damage}; restore it or take another checkpoint "
+                f"(if the change is yours, remove {manifest.NAME})"
             )
 
 
@@ -126,11 +134,12 @@ def _texts(source: Path, prompts: str) -> list[list[int]]:
     lines = list(PROMPTS)
     if prompts:
         try:
-            lines = [line for line in Path(prompts).read_text().splitlines() if line.strip()]
-        except OSError as error:
+            text = Path(prompts).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"--prompts {prompts}: {error.strerror}; give a text file, one prompt a line"
+                f"--prompts {prompts}: {error}; give a text file in UTF-8, one prompt a line"
             ) from None
+        lines = [line for line in text.splitlines() if line.strip()]
         if not lines:
             raise UserError(f"--prompts {prompts} is empty; give a text file, one prompt a line")
     tokenizer = load_tokenizer(str(source))

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,25 +38,24 @@ from megatron_stare.policy.huggingface.names import (
     name_table,
 )
 from megatron_stare.policy.model import PolicyModel
-from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology
 from megatron_stare.system import atomic_directory, sync_directory, try_lock
 
 PART_BYTES = 256 << 20  # of a Megatron checkpoint: what a kill can cost at most
-Advance = Callable[[int], None]
+# Of HF bytes: all of them -> what is then called with those that are done, part by part.
+Progress = Callable[[int], Callable[[int], None]]
 
 
-def _silent(count: int) -> None:
-    """Report no progress."""
+def _silent(total: int) -> Callable[[int], None]:
+    return lambda count: None
 
 
 def hf_to_megatron(
-    source: Path, target: Path, topology: Topology, dtype: str = "", advance: Advance = _silent
-) -> None:
-    """Write the distributed checkpoint `target` of the HF directory `source`.
+    source: Path, target: Path, topology: Topology, dtype: str = "", progress: Progress = _silent
+) -> int:
+    """Write the distributed checkpoint `target` of the HF directory `source`; the bytes read.
 
-    `dtype`: fp32, bf16, or empty for that of each tensor. `advance(bytes)` is called as HF bytes
-    are done.
+    `dtype`: fp32, bf16, or empty for that of each tensor.
     UserError: the source is damaged, disagrees with its config.json, or the target cannot be
     written.
     """
@@ -64,17 +63,21 @@ def hf_to_megatron(
     checkpoint = Checkpoint(str(source))
     check_agreement(checkpoint, hf)
     table = name_table(hf)
-    with _working_directory(source, target, {"to": "megatron", "dtype": dtype}) as working:
+    with _working_directory([source], target, {"to": "megatron", "dtype": dtype}) as working:
+        total = sum(checkpoint.bytes_of(entry.hf) for entry in table)
+        update = progress(total)
         writer = megatron_files.CheckpointWriter(working, megatron_files.places(hf, topology))
         for number, part in enumerate(_parts(table, checkpoint)):
             writer.add(number, _parameters(part, checkpoint, build.DTYPES.get(dtype)))
-            advance(sum(checkpoint.bytes_of(entry.hf) for entry in part))
+            update(sum(checkpoint.bytes_of(entry.hf) for entry in part))
         digests = writer.finish(
             {"source": str(source), "content_metadata": {"non_homogeneous_layers": True}}
         )
         hf_files.copy_description(source, working)
-        _set_config_dtype(working, dtype)
+        if dtype:
+            hf_files.set_dtype(working, build.DTYPES[dtype])
         manifest.write(working, digests)
+    return total
 
 
 def megatron_to_hf(
@@ -82,21 +85,23 @@ def megatron_to_hf(
     target: Path,
     topology: Topology,
     dtype: str = "",
-    advance: Advance = _silent,
+    progress: Progress = _silent,
     base: Path | None = None,
-) -> None:
-    """Write the HF directory `target` of the distributed checkpoint `source`,
-    saved under any layout. Adapters are merged into their base.
+) -> int:
+    """Write the HF directory `target` of the distributed checkpoint `source`, saved under any
+    layout; the bytes written. Adapters are merged into their base.
 
     Files, their order and their names are those of the directory that the checkpoint came from,
     where it knows them. Of a vision-language model, `base` has the other parts, which are copied.
-    `dtype`, `advance`, UserError: as in `hf_to_megatron`.
+    `dtype`, UserError: as in `hf_to_megatron`.
     """
     others = with_other_parts(source, base)
     hf = build.read_hf_config(str(source))
     reader = _reader(source, hf, topology, base)
     if isinstance(reader, megatron_files.MergedReader):
         reader.check_base()
+    elif base is not None and others is None:
+        raise UserError(f"--base {base}: {source} holds whole weights and needs none; leave it out")
     table, wanted, layout = name_table(hf), build.DTYPES.get(dtype), hf_files.layout_of(source)
 
     def dtype_of(entry: ParameterMapping) -> torch.dtype:
@@ -106,7 +111,9 @@ def megatron_to_hf(
     sizes = hf_files.sizes_of(shapes)
     if layout is None or {name for file in layout.files for name in file.tensors} != set(shapes):
         layout = hf_files.default_layout(sizes)
-    with _working_directory(source, target, {"to": "hf", "dtype": dtype}) as working:
+    read = [source] if base is None else [source, base]
+    with _working_directory(read, target, {"to": "hf", "dtype": dtype}) as working:
+        update = progress(sum(sizes.values()))
         journal = manifest.ConversionJournal(working)
         for file in layout.files:
             if file.name not in journal.done:
@@ -114,12 +121,14 @@ def megatron_to_hf(
                 tensors = _hf_tensors(file.tensors, parts, table, reader, wanted, others)
                 path = working / file.name
                 journal.add(file.name, hf_files.write_file(path, own, tensors, file.metadata))
-            advance(sum(sizes[name] for name in file.tensors))
+            update(sum(sizes[name] for name in file.tensors))
         hf_files.copy_description(source, working)
         (working / hf_files.LAYOUT).unlink(missing_ok=True)
         hf_files.write_index(working, layout, sizes)
-        _set_config_dtype(working, dtype)
+        if dtype:
+            hf_files.set_dtype(working, build.DTYPES[dtype])
         manifest.write(working, journal.close())
+    return sum(sizes.values())
 
 
 def megatron_to_peft(source: Path, target: Path, topology: Topology, dtype: str = "") -> int:
@@ -131,7 +140,7 @@ def megatron_to_peft(source: Path, target: Path, topology: Topology, dtype: str 
         raise UserError(f"{source} holds whole weights and no adapters; use megatron-to-hf")
     hf = build.read_hf_config(str(source))
     adapters = megatron_files.StoredAdapters(source, hf, topology)
-    with _working_directory(source, target, {"to": "peft", "dtype": dtype}) as working:
+    with _working_directory([source], target, {"to": "peft", "dtype": dtype}) as working:
         digests = peft_files.write(
             working,
             hf,
@@ -169,7 +178,7 @@ def _in_files(
             shape = (experts, len(own) // experts * shape[0], shape[1])
         shapes[stored] = (shape, dtype)
     for stored, whole in others.carried.items() if others else ():
-        shapes[stored] = (whole.info.shape, hf_files.DTYPES[whole.info.code])
+        shapes[stored] = (whole.shape, whole.dtype)
     return parts, shapes
 
 
@@ -179,23 +188,6 @@ def _reader(
     if megatron_files.stored_adapters(source):
         return megatron_files.MergedReader(source, hf, topology, base)
     return megatron_files.CheckpointReader(source, hf, topology)
-
-
-def total_bytes(source: Path, topology: Topology, dtype: str = "", base: Path | None = None) -> int:
-    """The sum of all values that `advance` receives."""
-    hf = build.read_hf_config(str(source))
-    if not is_distributed(source):
-        checkpoint, table = Checkpoint(str(source)), name_table(hf)
-        check_agreement(checkpoint, hf)
-        return sum(checkpoint.bytes_of(entry.hf) for entry in table)
-    reader, others = _reader(source, hf, topology, base), with_other_parts(source, base)
-    carried = (whole.info for whole in others.carried.values()) if others else ()
-    return sum(info.end - info.begin for info in carried) + sum(
-        torch.Size(shape).numel()
-        * (_dtype(entry, build.DTYPES.get(dtype)) or reader.dtype(entry.megatron)).itemsize
-        for entry in name_table(hf)
-        for shape in entry.shapes
-    )
 
 
 def _parts(
@@ -259,19 +251,20 @@ def _dtype(entry: ParameterMapping, wanted: torch.dtype | None) -> torch.dtype |
 
 
 @contextmanager
-def _working_directory(source: Path, target: Path, task: dict[str, str]) -> Iterator[Path]:
+def _working_directory(read: Sequence[Path], target: Path, task: dict[str, Any]) -> Iterator[Path]:
     """A locked directory next to `target` that is renamed to it at the end. Files of an earlier
-    attempt at the same task are kept there; those of any other task are removed.
+    attempt at the same task, which reads the same directories, are kept there; those of any other
+    task are removed.
 
     UserError: the target is there already, or cannot be written.
     """
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise UserError(f"TARGET {target} exists already; remove it or choose another")
-    if target.resolve() == source.resolve() or source.resolve() in target.resolve().parents:
-        raise UserError(f"TARGET {target} lies inside SOURCE; choose a place outside")
+    target = hf_files.new_directory(target)
+    for each in (directory.resolve() for directory in read):
+        if each in (target, *target.parents):
+            raise UserError(f"TARGET {target} lies inside {each}; choose a place outside")
     base = target.with_name(f".{target.name}.converting")
     working = base / "content"
-    task = task | {"source": str(source.resolve()), "files": _fingerprint(source)}
+    task = task | {"read": {str(each.resolve()): _fingerprint(each) for each in read}}
     try:
         base.mkdir(parents=True, exist_ok=True)
         with (base / "lock").open("w") as lock:
@@ -303,17 +296,6 @@ def _fingerprint(source: Path) -> str:
     return ";".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
 
 
-def _set_config_dtype(directory: Path, dtype: str) -> None:
-    """config.json names the dtype that the weights were converted to."""
-    if not dtype:
-        return
-    path = directory / "config.json"
-    config: dict[str, Any] = json.loads(path.read_text())
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[key] = str(build.DTYPES[dtype]).removeprefix("torch.")
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
 def export_hf(model: PolicyModel, source: Path, directory: Path) -> None:
     """Weights in one safetensors file, with the config and tokenizer files of `source`. Collective.
 
@@ -343,6 +325,7 @@ def _write_hf(
     with atomic_directory(directory) as temporary:
         hf_files.write_file(temporary / hf_files.SINGLE, shapes, tensors, {"format": "pt"})
         hf_files.copy_config(source, temporary)
+        hf_files.set_dtype(temporary, dtype)
         hf_files.copy_companions(source, temporary)
         shutil.rmtree(directory, ignore_errors=True)
 

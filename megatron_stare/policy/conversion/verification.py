@@ -51,8 +51,8 @@ _CACHE = "past_key_values."
 
 
 class LogitDifference(NamedTuple):
-    """Over all positions: their number, the largest |difference|, the largest |logit|,
-    how often the argmax agrees.
+    """Over all positions: their number, the largest |difference|, the largest |logit| (NaN where a
+    logit is), how often the argmax agrees.
     """
 
     positions: int
@@ -113,7 +113,7 @@ def compare_logits(
     _round(model, dtype)
     _round(chunk, dtype)
     positions = agreeing = 0
-    difference = scale = 0.0
+    differences, scales = list[Tensor](), list[Tensor]()
     with torch.no_grad():
         for ids in prompts:
             ids_BS = torch.tensor([ids], device=next(chunk.parameters()).device)
@@ -122,9 +122,10 @@ def compare_logits(
             theirs = model(ids_BS.cpu()).logits[0].float()
             positions += len(ids)
             agreeing += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
-            difference = max(difference, float((ours - theirs).abs().max()))
-            scale = max(scale, float(theirs.abs().max()))
-    return LogitDifference(positions, difference, scale, agreeing / max(1, positions))
+            differences.append((ours - theirs).abs().max())
+            scales.append(theirs.abs().max())
+    difference, scale = (float(torch.stack(each).max()) for each in (differences, scales))
+    return LogitDifference(positions, difference, scale, agreeing / positions)
 
 
 def _of_transformers(directory: Path, hf: PretrainedConfig) -> PreTrainedModel:

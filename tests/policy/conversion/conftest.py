@@ -40,10 +40,20 @@ def make(directory: Path, family: str, **save) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
+class Sources(dict[str, Path]):
+    """A model directory of each family, made when the first test asks for it. Tests only read."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+
+    def __missing__(self, family: str) -> Path:
+        self[family] = make(self.base / family, family)
+        return self[family]
+
+
+@pytest.fixture(scope="session")
 def sources(tmp_path_factory) -> dict[str, Path]:
-    base = tmp_path_factory.mktemp("sources")
-    return {family: make(base / family, family) for family in FAMILIES}
+    return Sources(tmp_path_factory.mktemp("sources"))
 
 
 @pytest.fixture

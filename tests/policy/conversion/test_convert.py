@@ -97,7 +97,7 @@ def resave(rank: int, world_size: int, sources: dict[str, Path], base: Path) -> 
 @pytest.fixture(scope="module")
 def resaved(sources, tmp_path_factory) -> Path:
     base = tmp_path_factory.mktemp("resaved")
-    run_distributed(resave, 4, sources, base)
+    run_distributed(resave, 4, {family: sources[family] for family in FAMILIES}, base)
     return base
 
 
@@ -153,7 +153,7 @@ def crawl(source: Path, target: Path, marker: Path, direction: str) -> None:
             time.sleep(600)
 
     with topologies.session(PolicyConfig()) as topology:
-        getattr(convert, direction)(source, target, topology, advance=moved)
+        getattr(convert, direction)(source, target, topology, progress=lambda total: moved)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +201,14 @@ def test_a_full_disk_is_reported_and_the_same_command_continues(small_disk, sour
     filler.unlink()
     assert main(command) == 0
     assert (target / "integrity.json").is_file()
+
+
+def test_a_link_to_an_empty_directory_is_a_target(sources, alone, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    convert.hf_to_megatron(sources["llama"], tmp_path / "link", alone)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "integrity.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
 
 
 def test_work_on_another_source_is_not_continued(sources, alone, tmp_path):

@@ -140,6 +140,12 @@ def test_an_unwritable_target_is_refused(sources, tmp_path, capsys):
     )
 
 
+def test_a_base_that_is_not_needed_is_refused(sources, alone, tmp_path, capsys):
+    convert.hf_to_megatron(sources["llama"], tmp_path / "megatron", alone)
+    command = ["convert", "megatron-to-hf", f"{tmp_path}/megatron", f"{tmp_path}/hf"]
+    refused(capsys, [*command, "--base", f"{tmp_path}/base"], "--base", "holds whole weights")
+
+
 @pytest.mark.parametrize("source", ["", "missing"])
 def test_a_source_without_a_checkpoint_is_refused(source, tmp_path, capsys):
     refused(

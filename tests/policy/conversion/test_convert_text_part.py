@@ -29,6 +29,7 @@ from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import stop_ids
 from tests.policy.conversion.conftest import make, refused
 from tests.policy.conversion.test_convert import assert_same_files
+from tests.policy.huggingface.test_checkpoint_fp8 import SAID, decoded, edit, encode
 from tests.tiny_models import byte_tokenizer, tiny_config
 
 VISION = {
@@ -115,6 +116,48 @@ def test_a_conversion_back_asks_for_the_other_parts(
     command = ["convert", "megatron-to-hf", str(tmp_path / "megatron"), str(tmp_path / "hf")]
     refused(capsys, command, "only the text part of a qwen3_5", " model; ", "--base")
     assert not (tmp_path / "hf").exists()
+
+
+def test_work_with_another_base_is_not_continued(
+    source: Path, alone: Topology, tmp_path: Path
+) -> None:
+    other, megatron = tmp_path / "other", tmp_path / "megatron"
+    shutil.copytree(source, other)
+    tensors = load_file(source / "model.safetensors")
+    changed = {n: t if n.startswith("model.language_model") else t + 1 for n, t in tensors.items()}
+    save_file(changed, other / "model.safetensors", metadata={"format": "pt"})
+    convert.hf_to_megatron(source, megatron, alone)
+
+    def stopped(count: int) -> None:
+        raise KeyboardInterrupt  # after the first file
+
+    with pytest.raises(KeyboardInterrupt):
+        convert.megatron_to_hf(
+            megatron, tmp_path / "hf", alone, progress=lambda total: stopped, base=other
+        )
+    convert.megatron_to_hf(megatron, tmp_path / "hf", alone, base=source)
+    assert_same_files(source, tmp_path / "hf")
+
+
+def test_other_parts_in_fp8_come_back_in_bf16(tmp_path: Path) -> None:
+    """Qwen's FP8 directories have the layers for further tokens in blocks too."""
+    source = vision_language(tmp_path / "source")
+    expected, stored = load_file(source / "model.safetensors"), dict[str, Tensor]()
+    for name, tensor in expected.items():
+        stored[name] = tensor
+        if name.startswith("mtp.") or name.endswith(("gate_proj.weight", "k_proj.weight")):
+            stored[name], stored[f"{name}_scale_inv"] = encode(tensor.float())
+            expected[name] = decoded(stored[name], stored[f"{name}_scale_inv"])
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    edit(source, quantization_config=SAID)
+    megatron, back = tmp_path / "megatron", tmp_path / "hf"
+    assert main(["convert", "hf-to-megatron", str(source), str(megatron), "--verify"]) == 0
+    command = ["convert", "megatron-to-hf", str(megatron), str(back), "--base", str(source)]
+    assert main(command) == 0
+    found = load_file(back / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
 
 
 def test_an_export_of_the_trained_model_is_whole(

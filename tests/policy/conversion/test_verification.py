@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_stare.__main__ import main
 from megatron_stare.policy.conversion import convert, verification
+from tests.policy.conversion.conftest import refused
 
 
 def weights_of(directory):
@@ -24,6 +25,24 @@ def test_verify_proves_both_directions(sources, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.count("byte-identical after the round trip") == 2
     assert printed.count("positions of 2 prompts") == 2
+
+
+def test_verify_takes_no_nan_for_equal(sources, tmp_path, capsys):
+    shutil.copytree(sources["qwen3"], tmp_path / "source")
+    for file in (tmp_path / "source").glob("*.safetensors"):
+        if "model.norm.weight" in (tensors := load_file(file)):
+            tensors["model.norm.weight"][3] = float("nan")
+            save_file(tensors, file, metadata={"format": "pt"})
+    command = ["convert", "hf-to-megatron", str(tmp_path / "source"), str(tmp_path / "megatron")]
+    assert main([*command, "--verify"]) == 1
+    assert "largest difference nan" in capsys.readouterr().out
+
+
+def test_prompts_that_are_no_text_are_refused(sources, tmp_path, capsys):
+    (tmp_path / "prompts").write_bytes("caf\xe9".encode("latin-1"))
+    command = ["convert", "hf-to-megatron", str(sources["qwen3"]), str(tmp_path / "megatron")]
+    refused(capsys, [*command, "--verify", "--prompts", f"{tmp_path}/prompts"], "UTF-8")
+    assert not (tmp_path / "megatron").exists()
 
 
 def test_the_best_checkpoint_of_a_run_is_a_source(sources, alone, tmp_path):

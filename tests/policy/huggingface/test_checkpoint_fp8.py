@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +138,16 @@ def test_an_fp8_checkpoint_converts_to_megatron_and_back_to_bf16(
     tmp_path: Path,
 ) -> None:
     source, means = sources[family]
-    done: list[int] = []
-    convert.hf_to_megatron(source, tmp_path / "megatron", alone, advance=done.append)
-    assert sum(done) == convert.total_bytes(source, alone)
+    totals, done = list[int](), list[int]()
+
+    def progress(total: int) -> Callable[[int], None]:
+        totals.append(total)
+        return done.append
+
+    assert convert.hf_to_megatron(source, tmp_path / "megatron", alone, progress=progress) == (
+        sum(done)
+    )
+    assert totals == [sum(done)]
     assert verification.compare_tensors(source, tmp_path / "megatron", alone, True)[1] == []
     convert.megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", alone)
     assert_same(load_file(tmp_path / "hf" / "model.safetensors"), means)

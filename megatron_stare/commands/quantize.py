@@ -26,7 +26,7 @@ from megatron_stare.config import Config, UserError, differences, override
 from megatron_stare.data.prompts import load_prompts
 from megatron_stare.loop.resolve import load_tokenizer
 from megatron_stare.policy import quantization
-from megatron_stare.policy.huggingface.files import copy_companions
+from megatron_stare.policy.huggingface.files import copy_companions, new_directory
 from megatron_stare.policy.quantization import (
     QuantizationError,
     load_exported,
@@ -70,11 +70,11 @@ def quantize(options: QuantizeOptions) -> QuantizationError:
     """Write options.target, print and record the error.
     UserError for whatever the user has to fix.
     """
-    hf = _check(options)
+    target, hf = new_directory(options.target), _check(options)
     split = _split(_prompts(options, hf), options)
     by_modelopt = bool(quantization.find_format(options.format).preset)
     version = str(quantization.require_modelopt()[2]) if by_modelopt else ""
-    with _appearing(options.target) as directory:
+    with _appearing(target) as directory:
         model = quantization.load_model(options.source)
         if options.response_tokens:
             split = _with_responses(split, model, options)
@@ -104,11 +104,6 @@ def _check(options: QuantizeOptions) -> PretrainedConfig:
         raise UserError(
             f"--calibration {options.calibration} does not exist; give a .jsonl or .parquet of "
             "prompts"
-        )
-    if options.target.exists() and (not options.target.is_dir() or any(options.target.iterdir())):
-        raise UserError(
-            f"{options.target} exists and is not an empty directory; remove it or give another "
-            "target"
         )
     return quantization.check_source(options.source, options.format)
 

@@ -283,8 +283,10 @@ def quantize_blocks(source: Path, target: Path, hf: PretrainedConfig, format_nam
     assert layout is not None, "its tensors were read"
     sizes, files = dict[str, int](), []
     for file in layout.files:
-        shapes = dict(_shapes(file.tensors, checkpoint, encoded))
-        tensors = _tensors(file.tensors, checkpoint, encoded)
+        # A tensor of all experts becomes those of each, which have scales of their own.
+        names = tuple(n for n, own in checkpoint.tensors.items() if own.file.name == file.name)
+        shapes = dict(_shapes(names, checkpoint, encoded))
+        tensors = _tensors(names, checkpoint, encoded)
         hf_files.write_file(target / file.name, shapes, tensors, file.metadata)
         sizes |= hf_files.sizes_of(shapes)
         files.append(hf_files.FileLayout(file.name, tuple(shapes), file.metadata))

@@ -235,7 +235,7 @@ BAD = {
     "target in use": (
         lambda p: (p / "target").mkdir() or (p / "target/x").touch(),
         [],
-        "is not an empty directory",
+        "exists already",
     ),
 }
 

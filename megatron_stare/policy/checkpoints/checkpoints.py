@@ -28,6 +28,7 @@ from megatron_stare import config as configuration
 from megatron_stare.config import RunConfig, UserError
 from megatron_stare.policy import manifest
 from megatron_stare.policy.actor import Actor
+from megatron_stare.policy.build import DTYPES
 from megatron_stare.policy.checkpoints import actor_state
 from megatron_stare.policy.checkpoints.names import STEP, listed, step_of
 from megatron_stare.policy.huggingface import files as hf_files
@@ -227,7 +228,9 @@ class Checkpoints(CheckpointDirectory):
         for leftover in self.directory.glob(f"{_WRITING}*"):
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
-        hf_files.copy_description(Path(self.actor.config.policy.hf_checkpoint), temporary)
+        policy = self.actor.config.policy
+        hf_files.copy_description(Path(policy.hf_checkpoint), temporary)
+        hf_files.set_dtype(temporary, DTYPES[policy.dtype])
         configuration.dump(self.actor.config, temporary / "config.yaml")
 
     def _publish(self, step: int, temporary: Path, value: float | None) -> None:

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from transformers import AutoConfig
 
 from megatron_stare.collect.batch import Collected
 from megatron_stare.config import Config, UserError, load
@@ -378,6 +379,7 @@ def sampled_ahead(rank: int, world_size: int, base: Path) -> None:
         base,
         *("rollout.asynchrony=one_step_off", "rollout.max_staleness=1", "run.save_interval=1"),
         *("loss.kl_loss_coef=0.1", "policy.ref_update_interval=1", "train.num_rollout=2"),
+        "policy.dtype=bf16",
     )
     Trainer(config, topologies.start(config.policy)).run(Interrupt())
 
@@ -385,8 +387,10 @@ def sampled_ahead(rank: int, world_size: int, base: Path) -> None:
 def test_a_checkpoint_with_rollouts_and_a_reference_converts(
     tmp_path: Path, topology: Topology
 ) -> None:
-    """Several ranks write the rollouts that were sampled ahead as tensors, next to the model's."""
-    policy = small_config(tmp_path).policy
+    """Several ranks write the rollouts that were sampled ahead as tensors, next to the model's. The
+    model came in fp32; config.json names the dtype in which it was trained.
+    """
+    policy = small_config(tmp_path, "policy.dtype=bf16").policy
     run_distributed(sampled_ahead, 2, tmp_path)
     checkpoint = tmp_path / "run/checkpoints/step_00000001"
     names = {key.split(".")[0] for key in read_metadata(checkpoint).state_dict_metadata}
@@ -396,6 +400,7 @@ def test_a_checkpoint_with_rollouts_and_a_reference_converts(
         PolicyModel(f"{place}", policy, topology, 1.0) for place in (checkpoint, tmp_path / "hf")
     )
     assert converted.fingerprint() == stored.fingerprint()
+    assert AutoConfig.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
 
 
 def relayout(rank: int, world_size: int, base: Path) -> list[list[dict]]:

@@ -17,7 +17,7 @@ from megatron_stare.config import UserError
 from megatron_stare.policy.build import read_hf_config
 from megatron_stare.policy.huggingface import block_fp8
 from megatron_stare.policy.huggingface.fp8_weights import block_matrices
-from megatron_stare.policy.quantization import check_source, quantize_blocks
+from megatron_stare.policy.quantization import check_source, load_exported, quantize_blocks
 from tests.conftest import SGLANG_PYTHON
 from tests.paths import ROOT
 from tests.policy.conversion.test_convert_text_part import as_published
@@ -79,6 +79,17 @@ def test_a_tensor_of_all_experts_becomes_those_of_each(source: Path, tmp_path: P
         found.append(tensors_of(target))
     assert found[0].keys() == found[1].keys() != tensors.keys()
     assert all(torch.equal(found[1][name], tensor) for name, tensor in found[0].items())
+
+
+def test_all_linear_layers_are_written_in_blocks(tmp_path: Path) -> None:
+    wide = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
+    source = write_checkpoint(tmp_path / "source", tiny_config("qwen2_tied", **wide))
+    (target := tmp_path / "target").mkdir()
+    quantize_blocks(source, target, check_source(source, "fp8_blocks"), "fp8_blocks")
+    before, found = tensors_of(source), load_exported(target).state_dict()
+    for name, tensor in before.items():
+        expected = e4m3_blocks(tensor) if name.endswith("_proj.weight") else tensor.double()
+        assert torch.equal(found[name].double(), expected), name
 
 
 READER = """

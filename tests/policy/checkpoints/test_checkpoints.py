@@ -1,6 +1,4 @@
-"""Checkpoints under fire: killed at random moments, damaged, on a full disk,
-under another layout.
-"""
+"""Checkpoints: killed at random moments, damaged, on a full disk, under another layout."""
 
 from __future__ import annotations
 
@@ -77,10 +75,8 @@ def kill_in_mid_attempt(
     of them, then the others, as a launcher does. False: it had ended.
     """
     child, *others = dice.sample(ranks, len(ranks))
-    checkpoints, metrics = (
-        Path(config.run.dir) / "checkpoints",
-        Path(config.run.dir) / "metrics.jsonl",
-    )
+    run = Path(config.run.dir)
+    checkpoints, metrics = run / "checkpoints", run / "metrics.jsonl"
     before = metrics.stat().st_mtime_ns if metrics.exists() else 0
     deadline = time.monotonic() + 180
     while child.is_alive() and not (
@@ -374,12 +370,14 @@ def test_a_disk_that_is_full_for_some_steps_loses_no_data(
     assert saved(config) == ["latest", "step_00000006"]
 
 
+BF16 = "policy.dtype=bf16"
+
+
 def sampled_ahead(rank: int, world_size: int, base: Path) -> None:
     config = small_config(
         base,
         *("rollout.asynchrony=one_step_off", "rollout.max_staleness=1", "run.save_interval=1"),
-        *("loss.kl_loss_coef=0.1", "policy.ref_update_interval=1", "train.num_rollout=2"),
-        "policy.dtype=bf16",
+        *("loss.kl_loss_coef=0.1", "policy.ref_update_interval=1", "train.num_rollout=2", BF16),
     )
     Trainer(config, topologies.start(config.policy)).run(Interrupt())
 
@@ -387,10 +385,8 @@ def sampled_ahead(rank: int, world_size: int, base: Path) -> None:
 def test_a_checkpoint_with_rollouts_and_a_reference_converts(
     tmp_path: Path, topology: Topology
 ) -> None:
-    """Several ranks write the rollouts that were sampled ahead as tensors, next to the model's. The
-    model came in fp32; config.json names the dtype in which it was trained.
-    """
-    policy = small_config(tmp_path, "policy.dtype=bf16").policy
+    """Several ranks write rollouts next to the model. Its first config.json says fp32."""
+    policy = small_config(tmp_path, BF16).policy
     run_distributed(sampled_ahead, 2, tmp_path)
     checkpoint = tmp_path / "run/checkpoints/step_00000001"
     names = {key.split(".")[0] for key in read_metadata(checkpoint).state_dict_metadata}

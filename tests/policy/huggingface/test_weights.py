@@ -257,32 +257,17 @@ def test_a_foreign_model_type_is_refused(kind, qwen2, alone):
     refused(qwen2, alone, kind)
 
 
-def test_a_config_that_is_not_json_is_refused(qwen2, alone):
-    (qwen2 / "config.json").write_text('{"model_type": "qwen2",')
-    refused(qwen2, alone, "config.json")
-
-
-def test_a_checkpoint_without_weights_is_refused(qwen2, alone):
-    (qwen2 / "model.safetensors").unlink()
-    refused(qwen2, alone, "safetensors")
-
-
 @pytest.mark.parametrize(
     "name",
-    [
-        "model.embed_tokens.weight",
-        "model.layers.1.self_attn.k_proj.bias",
-        "lm_head.weight",
-        "model.norm.weight",
-    ],
+    ["model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.bias"],
 )
 def test_a_missing_tensor_is_named(name, qwen2, alone):
     rewrite_weights(qwen2, lambda tensors: tensors.pop(name))
     refused(qwen2, alone, name)
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.o_proj.bias", "other"])
-def test_an_extra_tensor_is_named(name, qwen2, alone):
+def test_an_extra_tensor_is_named(qwen2, alone):
+    name = "model.layers.0.self_attn.o_proj.bias"
     rewrite_weights(qwen2, lambda tensors: tensors.update({name: torch.ones(3)}))
     refused(qwen2, alone, name)
 
@@ -326,25 +311,6 @@ def test_safetensors_refuses_the_truncated_file_too(qwen2):
         pass
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-        },
-        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_a_foreign_rope_is_refused(rope, qwen2, alone):
-    rewrite_config(qwen2, rope_parameters=rope)
-    refused(qwen2, alone, rope["rope_type"], "rope")
-
-
 def test_a_foreign_rope_in_the_old_spelling_is_refused(qwen2, alone):
     content = json.loads((qwen2 / "config.json").read_text())
     content.pop("rope_parameters", None)
@@ -354,29 +320,6 @@ def test_a_foreign_rope_in_the_old_spelling_is_refused(qwen2, alone):
     }
     (qwen2 / "config.json").write_text(json.dumps(content))
     refused(qwen2, alone, "yarn")
-
-
-def test_llama3_scaling_with_other_factors_is_refused(tmp_path, alone):
-    directory = write_checkpoint(tmp_path, tiny_config("llama3_rope"))
-    rope = json.loads((directory / "config.json").read_text())["rope_parameters"]
-    rewrite_config(directory, rope_parameters=rope | {"high_freq_factor": 8.0})
-    refused(directory, alone, "high_freq_factor")
-
-
-@pytest.mark.parametrize(
-    ("family", "change"),
-    [
-        ("qwen2", {"hidden_act": "gelu"}),
-        ("qwen2", {"use_sliding_window": True}),
-        ("qwen3", {"attention_bias": True}),
-        ("llama", {"attention_bias": True}),
-        ("llama", {"mlp_bias": True}),
-    ],
-)
-def test_a_field_without_effect_on_the_model_is_refused(family, change, tmp_path, alone):
-    directory = write_checkpoint(tmp_path, tiny_config(family))
-    rewrite_config(directory, **change)
-    refused(directory, alone, *change)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def copy(source: Path, target: Path) -> None:
             os.fsync(stream.fileno())
 
 
-def measured(action: Callable[[], None]) -> tuple[float, float]:
+def measured(action: Callable[[], object]) -> tuple[float, float]:
     """(seconds, MiB by which the resident memory rose at most)."""
     with PeakMemory(torch.device("cpu")) as memory:
         began = time.perf_counter()

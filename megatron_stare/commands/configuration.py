@@ -35,7 +35,7 @@ from megatron_stare.commands.arguments import (
     command,
     command_parsers,
 )
-from megatron_stare.config import Config, UserError, lookup, override
+from megatron_stare.config import Config, UserError, lookup, nearest, override
 from megatron_stare.config.overrides import SECRETS
 from megatron_stare.config.run import settings
 from megatron_stare.config.section import Setting
@@ -75,11 +75,20 @@ def _recipes(options: argparse.Namespace) -> int:
 )
 def _settings(options: argparse.Namespace) -> int:
     if options.schema:
-        options.schema.write_text(schema(), encoding="utf-8")
+        try:
+            options.schema.write_text(schema(), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{options.schema}: {error.strerror}; choose another place") from None
         print(f"written: {options.schema}")
         return 0
     if not options.source:
         raise UserError("config needs a recipe, a YAML file or a run directory")
+    if not any(key.startswith(options.only) for key in settings()):
+        places = {*settings(), *(key.partition(".")[0] for key in settings())}
+        listing = "config SOURCE"
+        raise UserError(
+            f"--only {options.only}: no setting{nearest(options.only, places, listing)}"
+        )
     base = config_of(options.source, [])
     source = "recipe" if options.source in RECIPES else "config.yaml"
     print(text(base, override(base, options.overrides), source, options.only))
@@ -124,10 +133,10 @@ def shown(key: str, value: Any) -> str:
         return "***"
     if isinstance(value, str):
         plain = _PLAIN.fullmatch(value) and not _RESERVED.fullmatch(value)
-        return value if plain else json.dumps(value)
+        return value if plain else json.dumps(value, ensure_ascii=False)
     if isinstance(value, dict):
         value = {name: _plain(each) for name, each in value.items()}
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _plain(value: Any) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 
-from megatron_stare.config.errors import UserError
-from megatron_stare.config.run import settings
+from megatron_stare.config.errors import UserError, nearest
+from megatron_stare.config.run import kind_of_values, settings
+from megatron_stare.config.section import fields_of
 
 # The key here -> its names in verl, slime, TRL, OpenRLHF and prime-rl.
 _NAMES = {
@@ -123,9 +126,16 @@ def setting_of_option(option: str, exact: bool = False) -> str:
     return nearest_key(close[0]) if close else ""
 
 
-def unknown(key: str) -> UserError:
-    """The error for a key that names no setting."""
+def unknown(place: Sequence[str]) -> UserError:
+    """The error for a key that names no setting: its parts, as sections or in a file."""
+    key = ".".join(place)
     name = key.lstrip("+-~")
+    if key in settings():  # a part with a dot, in a file
+        nested = ": {".join(key.split(".")) + ": ..." + "}" * key.count(".")
+        return UserError(f"key {place[-1]!r} has a dot; in a file write `{nested}`")
+    of_sets = kind_of_values(name.rpartition(".")[0].rpartition(".")[0])
+    if is_dataclass(of_sets):
+        return UserError(f"unknown key {key!r}{nearest(place[-1], fields_of(of_sets))}")
     near = nearest_key(name)
     section = (near or name).split(".")[0]
     names = ", ".join(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import shlex
 import typing
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import is_dataclass
@@ -20,6 +22,8 @@ from megatron_stare.config.run import Config, kind_of_values, lookup, settings
 from megatron_stare.config.section import Setting, fields_of, setting_of
 
 SECRETS = ("sglang.api_key",)  # in no file and no message
+# The beginning of a text that an override writes as YAML; any other text stands for itself.
+_QUOTED = re.compile(r"[\"'\[{]|(?:null|~)$")
 _FLOAT = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
     r"|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
@@ -98,15 +102,22 @@ def _validated(tree: dict[str, Any]) -> Config:
         first = error.errors(include_url=False)[0]
         place = [str(part) for part in first["loc"]]
         if first["type"] == "unexpected_keyword_argument":
-            raise unknown(".".join(place)) from None
+            raise unknown(place) from None
         raise UserError(_refusal(place, first["input"])) from None
 
 
 def check_arms(config: Config, overrides: Iterable[str]) -> None:
-    """UserError: an override changes nothing in an arm that will be trained, for the arm sets the
-    same key. If the command also overrides that arm, this is intended and allowed.
+    """UserError: a comparison's settings without arms; or an override changes nothing in an arm
+    that will be trained, for the arm sets the same key. If the command also overrides that arm,
+    this is intended and allowed.
     """
     compared, given = config.compare, list(overrides)
+    for key, value in vars(compared).items():
+        if value and not compared.arms:
+            raise UserError(
+                f"compare.{key}={value} has no effect without compare.arms; leave it out, or train "
+                "several objectives with `compare SOURCE --losses NAMES`"
+            )
     changed = {item.partition("=")[0].removeprefix("compare.arms.") for item in given}
     for arm in (arm for arm in compared.run or compared.arms if arm not in changed):
         own = dict(item.split("=", 1) for item in compared.arms.get(arm, ()))
@@ -144,7 +155,8 @@ def dump(config: Config, path: Path) -> None:
     for key in SECRETS:
         section, _, name = key.partition(".")
         tree[section][name] = ""
-    path.write_text(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+    text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def without_secrets(arguments: Iterable[str]) -> list[str]:
@@ -171,19 +183,24 @@ def _parsed(item: str) -> tuple[str, Any]:
             f"override {item!r} has no '='; write section.field=value, e.g. optimizer.lr=1e-6"
         )
     if not _is_known(key):
-        raise unknown(key)
+        raise unknown(key.split("."))
     default = lookup(Config(), key)
     if text == "???":
         raise UserError(f"override {item!r}: ??? is not a value; the default is {default!r}")
     _refuse_interpolation(text, f"override {item!r} contains")
+    kind = settings()[key].kind if key in settings() else kind_of_values(key.rpartition(".")[0])
+    if kind is str and not _QUOTED.match(text):
+        return key, text  # a directory named 007, a message with "####" or ": "
+    remedy = f"the default is {default!r}"
+    if kind is str:
+        quoted = f"{key}={json.dumps(text, ensure_ascii=False)}"
+        remedy = f"for this text itself write {shlex.quote(quoted)}"
     try:
         value = yaml.load(text, _Loader) if text else ""
     except yaml.YAMLError as error:
-        raise UserError(
-            f"override {item!r} is not YAML{_problem(error)}; the default is {default!r}"
-        ) from None
-    if isinstance(value, int | float) and key in settings() and settings()[key].kind is str:
-        return key, text  # a directory named 007 keeps its zeros
+        raise UserError(f"override {item!r} is not YAML{_problem(error)}; {remedy}") from None
+    if kind is str and isinstance(value, list | dict):
+        raise UserError(f"override {item!r} is a {type(value).__name__}, no text; {remedy}")
     return key, value
 
 
@@ -192,10 +209,8 @@ def _is_known(key: str) -> bool:
     such a name, as in evaluation.per_set.NAME.n_samples.
     """
     holder, _, name = key.rpartition(".")
-    kind = kind_of_values(holder)
-    if key in settings() or kind is None:
-        return key in settings() or is_dataclass(kind_of_values(holder.rpartition(".")[0]))
-    return bool(name) and not is_dataclass(kind)
+    free = kind_of_values(holder) or is_dataclass(kind_of_values(holder.rpartition(".")[0]))
+    return key in settings() or bool(name and free)
 
 
 def _merged(old: Any, new: Any) -> Any:
@@ -215,7 +230,9 @@ def _refusal(place: list[str], value: Any) -> str:
     if not rest:
         return setting.refusal(value)
     kind = typing.get_args(setting.kind)[-1]
-    if is_dataclass(kind) and len(rest) > 1:
+    if is_dataclass(kind):
+        if not rest[1:]:
+            return f"{keys[0]}={value!r} is not a section; give its fields by name"
         return setting_of(keys[0], fields_of(kind)[rest[1]]).refusal(value)
     element = Setting(f"{key}.{rest[0]}", kind)
     if element.choices:

@@ -53,7 +53,7 @@ class RunConfig:
 
     dir: str = "runs/latest"
     """Directory of everything that the run writes; the same directory resumes the run."""
-    seed: Integer = 0
+    seed: Whole = 0
     """Random seed of the data order and of all sampling."""
     save_interval: Whole = 50
     """Number of rollout batches between two checkpoints; 0 saves only at the end or on a signal."""
@@ -146,7 +146,7 @@ class CompareConfig:
     """Overrides of each arm by the arm's name, e.g. `{stare: [], grpo: [loss.name=grpo]}`."""
     run: list[str] = Field(default_factory=list)
     """Names of the arms to train; empty trains all of them."""
-    seeds: list[int] = Field(default_factory=list)
+    seeds: list[Whole] = Field(default_factory=list)
     """Seeds with which every arm is repeated; empty uses run.seed alone."""
 
 

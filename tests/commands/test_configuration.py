@@ -21,7 +21,7 @@ from tools.pages.configuration import page
 def test_the_printed_overrides_make_the_same_config(recipe: str) -> None:
     config = override(find_recipe(recipe), ["evaluation.eval_data.a=a.jsonl"])
     config = override(
-        config, ["evaluation.per_set.a.n_samples=3", 'data.system_prompt="it is: {x}"']
+        config, ["evaluation.per_set.a.n_samples=3", "data.system_prompt=it is: {x} \U0001f600"]
     )
     lines = configuration.text(config, config, "recipe").splitlines()
     assert len(lines) == len(settings())
@@ -47,7 +47,14 @@ def test_only_chosen_sections_are_printed(capsys: pytest.CaptureFixture[str]) ->
     assert main(["config", "quickstart", "--only", "mismatch"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines and all(line.startswith("mismatch.") for line in lines)
-    assert main(["config"]) == 2
+    capsys.readouterr()
+    for words, said in (
+        ([], "needs a recipe"),
+        (["quickstart", "--only", "mismach"], "no setting; did you mean 'mismatch'? (`config SOU"),
+        (["--page", "/nowhere/page.md"], "/nowhere/page.md: No such file or directory; choose an"),
+    ):
+        assert main(["config", *words]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_the_page_is_the_sections() -> None:

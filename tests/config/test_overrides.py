@@ -3,6 +3,7 @@ and the way through a file and back.
 """
 
 import dataclasses
+import shlex
 
 import pytest
 
@@ -49,6 +50,7 @@ def refusal(*overrides):
             {"aime": "a.parquet", "gsm": "b.jsonl"},
         ),
         ("evaluation.eval_data.aime24=a.parquet", {"aime24": "a.parquet"}),
+        ("evaluation.per_set.a={n_samples: 3}", {"a": EvaluationSetConfig(n_samples=3)}),
         (
             "compare.arms.mine=[loss.name=stare,loss.alpha=0.05]",
             {"mine": ["loss.name=stare", "loss.alpha=0.05"]},
@@ -57,12 +59,13 @@ def refusal(*overrides):
 )
 def test_override_sets_one_field_with_its_type(item, expected):
     section, name = item.split("=")[0].split(".")[:2]
-    changed = override(Config(), [item])
+    start = override(Config(), ["evaluation.eval_data.a=a.parquet"] * ("per_set" in item))
+    changed = override(start, [item])
     value = getattr(getattr(changed, section), name)
     assert value == expected
     assert type(value) is type(expected)
     assert {
-        key.rsplit(".", key.count(".") - 1)[0] for key, _, _ in differences(Config(), changed)
+        key.rsplit(".", key.count(".") - 1)[0] for key, _, _ in differences(start, changed)
     } == {f"{section}.{name}"}
 
 
@@ -116,6 +119,12 @@ def test_an_unknown_key_without_a_similar_one_gets_no_hint(key):
     )
 
 
+@pytest.mark.parametrize("word", ["evaluation.per_set.a.nsamples=4", "evaluation.per_set.a={k: 4}"])
+def test_an_unknown_key_of_an_evaluation_set_lists_its_settings(word):
+    message = refusal("evaluation.eval_data.a=a.parquet", word)
+    assert "unknown key 'evaluation.per_set.a." in message and "n_samples, temperature," in message
+
+
 def test_an_unknown_key_of_a_known_section_lists_its_settings():
     message = refusal("optimizer.foo=1")
     assert "did you mean" not in message and "(optimizer has: lr, min_lr, " in message
@@ -141,7 +150,15 @@ def test_every_alias_names_a_setting():
         "run.dir=${nowhere}",
         "run.dir=???",
         "evaluation.eval_data.a.b=x.jsonl",
+        "evaluation.eval_data.a/b=x.jsonl",
+        "compare.arms.a/b=[]",
         "evaluation.per_set.a.top_p=0",
+        "evaluation.per_set.a=4",
+        "run.seed=-1",
+        "run.dir=null",
+        "run.dir=~/runs",
+        "run.dir=",
+        "compare.seeds=[-1]",
         "train.num_rollout=true",
         "train.num_rollout=",
         "scoring.rewards={math: much}",
@@ -274,6 +291,10 @@ def test_a_broken_file_names_the_line(tmp_path):
     (tmp_path / "own.yaml").write_text("loss:\n  name: grpo\n  gate: [\n")
     with pytest.raises(UserError, match=r"own.yaml, line 4: expected the node content"):
         load(tmp_path / "own.yaml")
+    (tmp_path / "own.yaml").write_text("policy: {tuning.fp8_recipe: mxfp8}\n")
+    nested = "key 'tuning.fp8_recipe' has a dot; in a file write `policy: {tuning: {fp8_recipe: "
+    with pytest.raises(UserError, match=nested):
+        load(tmp_path / "own.yaml")
     (tmp_path / "own.yaml").write_text("loss:\n  nmae: grpo\n")
     with pytest.raises(
         UserError, match=r"own.yaml, line 2: unknown key 'loss.nmae'; did you mean 'loss.n"
@@ -291,8 +312,20 @@ def test_texts_that_look_like_other_types_survive_the_file(text, tmp_path):
     assert load(tmp_path / "config.yaml") == config
 
 
-def test_a_number_for_a_text_keeps_its_digits():
-    assert override(Config(), ["run.dir=007"]).run.dir == "007"
+@pytest.mark.parametrize("text", ["007", "after #### it", "step: by step", "*.a", "yes", "a\tb"])
+def test_an_override_takes_a_text_as_it_is(text):
+    """YAML would read a number, a comment, a mapping, an alias or a boolean."""
+    assert override(Config(), [f"run.dir={text}"]).run.dir == text
+    held = override(Config(), [f"evaluation.eval_data.a={text}"])
+    assert held.evaluation.eval_data == {"a": text}
+
+
+@pytest.mark.parametrize("text", ["[0-9]", "[0-9]+", "{a}", '"a" or "b"'])
+def test_a_text_that_could_be_a_list_or_quoted_names_the_quotes(text):
+    message = refusal(f"tools.answer_pattern={text}")
+    (word,) = shlex.split(message.partition("itself write ")[2])
+    config = override(Config(), ["tools.environment=calculator", word])
+    assert config.tools.answer_pattern == text
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path):

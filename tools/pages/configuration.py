@@ -24,6 +24,10 @@ name or the values that are allowed. So does a field that nothing in the run rea
 defaults: `tools.environment=` turns off a recipe's tools with all their fields. The section
 `sandbox` and most of `sglang` may stay as they are while nothing reads them.
 
+A value is written as in YAML: `[a, b]` is a list, `{a: 1}` a mapping. A text is taken as it stands,
+with `#` and `: ` in it; one that begins with a bracket or a quote needs quotes of its own, as in
+`'scoring.format_pattern="[0-9]"'`.
+
     python -m megatron_stare config quickstart optimizer.lr=5e-4
     python -m megatron_stare config quickstart --only loss
 

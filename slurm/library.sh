@@ -122,12 +122,14 @@ run() {
     trap 'stop_and_save' USR1
     asked=''
     if [ ${#servers[@]} -gt 0 ]; then
+        only_settings "$@"
         if [ "$COLOCATED" = 1 ]; then set -- "${@:1:2}" sglang.colocated=true sglang.sync_method=tensor "${@:3}"
-        elif ask config "${@:2}" --only sglang.colocated | grep -q '^sglang.colocated=true'; then
+        elif ask config "${settings[@]}" --only sglang.colocated | grep -q '^sglang.colocated=true'; then
             # a recipe for shared GPUs on separate ones
             set -- "${@:1:2}" sglang.colocated=false sglang.sync_method=broadcast policy.offload_while_generating=false "${@:3}"
         fi
-        start_servers "${@:2}"
+        only_settings "$@"
+        start_servers "${settings[@]}"
         set -- "$@" rollout.engine=sglang "sglang.urls=[$(joined , "${urls[@]}")]"
     fi
     on trainers "${trainer_options[@]}" "${trainer_command[@]}" bash "$MEGATRON_STARE/slurm/node.sh" "$@" &
@@ -135,6 +137,14 @@ run() {
     watched "$trainer" || code=$?
     stop_servers
     conclude "$code"
+}
+
+# only_settings COMMAND SOURCE WORDS...: `settings` are the source and its overrides, without options of the command such
+# as --load latest-good
+only_settings() {
+    local word
+    settings=("$2")
+    for word in "${@:3}"; do case $word in -*) ;; *=*) settings+=("$word") ;; esac; done
 }
 
 # run_alone COMMAND ARGUMENTS...: one process, on the job's first node

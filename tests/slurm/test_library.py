@@ -192,11 +192,17 @@ def test_mounts_are_split_at_commas_alone(tmp_path):
 
 def test_servers_are_tasks_of_their_own_nodes_with_gpus_of_their_own(tmp_path):
     rollouts = {"ROLLOUT_NODES": "2", "GPUS_PER_SERVER": "4"}
-    found = steps(tmp_path, "train.sbatch", "short_cot_7b", **rollouts)
+    options = ("--load", "latest-good", "--force")  # not the servers'
+    found = steps(tmp_path, "train.sbatch", "short_cot_7b", *options, "run.dir=/runs/a", **rollouts)
     (train,) = [step for step in found if step[-1].startswith("sglang.urls=")]
     (serve,) = [step for step in found if f"{ROOT}/slurm/server.sh" in step]
     assert "--nodelist=a1,a2" in train and "--nodelist=a3,a4" in serve
     assert "--ntasks=4" in serve and "--ntasks-per-node=2" in serve and "--gpus-per-task=4" in serve
+    assert "--load" not in serve and "run.dir=/runs/a" in serve
+    assert [word for word in train if word in (*options, "run.dir=/runs/a")] == [
+        *options,
+        "run.dir=/runs/a",
+    ]
     first = 30000 + 1234 % 100 * 16
     urls = [f"http://{node}:{first + number}" for node in ("a3", "a4") for number in (0, 1)]
     assert train[-2:] == ["rollout.engine=sglang", f"sglang.urls=[{','.join(urls)}]"]

@@ -167,7 +167,7 @@ def _usable_rows(
 
 def _decoded(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise BadRow(f"is not UTF-8 (byte {error.start})") from None
     except (ValueError, RecursionError) as error:

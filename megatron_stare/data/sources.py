@@ -12,6 +12,7 @@ Face dataset (as save_to_disk writes it), or holds shards.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import json
 import re
@@ -190,7 +191,7 @@ def _decoded(line: bytes) -> tuple[Any, str]:
 def _json(path: Path) -> Iterator[RawRow]:
     """One array of objects, or a .jsonl under another name."""
     with path.open("rb") as file:
-        is_array = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+        is_array = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if not is_array:
         yield from _lines(path)
         return

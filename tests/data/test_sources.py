@@ -168,6 +168,12 @@ def test_bytes_that_are_not_text_are_refused(tmp_path):
     assert labels(tmp_path / "a.jsonl", on_bad_row="skip") == ["1"]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    for name, text in (("a.jsonl", json.dumps(ROWS[0])), ("a.json", json.dumps(ROWS[:1]))):
+        (tmp_path / name).write_text(text + "\r\n", encoding="utf-8-sig")
+        assert labels(tmp_path / name) == ["1"]
+
+
 def test_a_label_of_another_type_is_kept_as_json(tmp_path):
     write_lines(
         tmp_path / "a.jsonl",

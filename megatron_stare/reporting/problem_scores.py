@@ -23,7 +23,7 @@ EVALUATION = "evaluation"  # a directory of a run
 # With more responses majority@k is computed for k = n only: the sums over subsets would overflow
 # 64-bit integers.
 MOST_SUBSET_VOTES = 64
-RESAMPLES = 2000
+RESAMPLES, _AT_ONCE = 2000, 16
 
 
 def responses_directory(run: Path, step: int) -> Path:
@@ -166,9 +166,14 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, f
     """
     if len(values) < 2:
         return None
-    random = numpy.random.default_rng((seed, len(values)))
-    drawn = random.integers(len(values), size=(RESAMPLES, len(values)))
-    low, high = numpy.percentile(numpy.asarray(values)[drawn].mean(axis=1), [2.5, 97.5])
+    count, table = len(values), numpy.asarray(values)
+    random = numpy.random.default_rng((seed, count))
+    means = [
+        # a few resamples at a time: all of a large set would take gigabytes
+        table[random.integers(count, size=(min(_AT_ONCE, RESAMPLES - first), count))].mean(axis=1)
+        for first in range(0, RESAMPLES, _AT_ONCE)
+    ]
+    low, high = numpy.percentile(numpy.concatenate(means), [2.5, 97.5])
     return float(low), float(high)
 
 

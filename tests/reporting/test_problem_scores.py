@@ -5,8 +5,10 @@ what a set's numbers count.
 import itertools
 import re
 import statistics
+import tracemalloc
 from fractions import Fraction
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,6 +112,17 @@ def test_the_bootstrap_interval_covers_the_true_mean():
     assert high - low == pytest.approx(2 * 1.96 * 0.5 / 20, rel=0.1)
     assert bootstrap_interval([0.5] * 9) == (0.5, 0.5)
     assert bootstrap_interval([0.5]) is None
+
+
+def test_the_interval_of_a_large_set_takes_little_memory():
+    values = numpy.random.default_rng(0).random(5000)
+    tracemalloc.start()
+    found = bootstrap_interval(values, 3)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    drawn = numpy.random.default_rng((3, 5000)).integers(5000, size=(2000, 5000))
+    assert found == tuple(numpy.percentile(values[drawn].mean(axis=1), [2.5, 97.5]))
+    assert most < drawn.nbytes / 20
 
 
 def test_reflections_are_whole_words_in_either_case():

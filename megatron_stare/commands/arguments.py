@@ -15,14 +15,7 @@ from megatron_stare.config.aliases import setting_of_option
 from megatron_stare.reporting.provenance import commit, versions
 
 Code = Callable[[argparse.Namespace], int]
-
-
-@dataclass(frozen=True)
-class Argument:
-    """One argument of a command, as argparse takes it."""
-
-    names: tuple[str, ...]
-    options: dict[str, Any]
+Argument = tuple[tuple[str, ...], dict[str, Any]]  # names and options of argparse's add_argument
 
 
 @dataclass(frozen=True)
@@ -38,8 +31,8 @@ class Command:
 
     def fill(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """The parser with this command's arguments."""
-        for each in self.arguments:
-            parser.add_argument(*each.names, **each.options)
+        for names, options in self.arguments:
+            parser.add_argument(*names, **options)
         return parser
 
 
@@ -47,8 +40,8 @@ COMMANDS: dict[str, Command] = {}
 
 
 def argument(*names: str, **options: Any) -> Argument:
-    """An argument of a command: names and options of argparse's add_argument."""
-    return Argument(names, options)
+    """An argument of a command."""
+    return names, options
 
 
 _SOURCE_HELP = "a recipe (`recipes` lists them), a YAML file, or a run directory"
@@ -107,7 +100,7 @@ def _refuse_unknown_options(parser: argparse.ArgumentParser, words: list[str]) -
     because of them.
     """
     own = COMMANDS[words[0]].arguments
-    known = [name for each in own for name in each.names if name.startswith("--")] + ["--help"]
+    known = [name for names, _ in own for name in names if name.startswith("--")] + ["--help"]
     for place, word in enumerate(words[1:], start=1):
         option, _, value = word.partition("=")
         if not option.startswith("--") or any(name.startswith(option) for name in known):

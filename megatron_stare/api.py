@@ -114,6 +114,11 @@ def train(
     from megatron_stare.policy import topology as topologies
     from megatron_stare.reporting.report import keep_report
 
+    if config.compare.arms and load != "latest":
+        raise UserError(
+            f"load={load} names a checkpoint of one run, and this is a comparison; give the "
+            f"directory of one of its runs, e.g. {Path(config.run.dir) / 'seed0'}/ARM"
+        )
     with (
         Watchdog(config.run) as watchdog,
         topologies.session(config.policy, config.run.seed) as topology,
@@ -213,7 +218,7 @@ def _as_yaml(key: str, value: Any) -> str:
     if isinstance(value, Path):
         value = str(value)
     try:
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=False)
     except TypeError:
         raise UserError(f"{key}={value!r} is not a value of a setting") from None
 

@@ -152,15 +152,18 @@ def test_overrides_are_values_or_the_words_of_the_command_line(tmp_path):
     values = {
         "optimizer.lr": 1e-6,
         "run.dir": tmp_path,
-        "compare.seeds": [0, 1],
+        "rollout.stop": ["a", "#"],
+        "data.system_prompt": "answer after #### \U0001f600",
         "scoring.rewards": {"math": 1.0},
         "loss.adaptive": True,
         "scoring.reward": "",
     }
     config = load_config("short_cot_7b", values)
     assert config.optimizer.lr == 1e-6 and config.run.dir == str(tmp_path)
-    assert config.compare.seeds == [0, 1] and config.scoring.rewards == {"math": 1.0}
-    words = [f"run.dir={tmp_path}", "optimizer.lr=1e-6", "compare.seeds=[0, 1]"]
+    assert config.rollout.stop == ["a", "#"] and config.scoring.rewards == {"math": 1.0}
+    assert config.data.system_prompt == "answer after #### \U0001f600"
+    words = [f"run.dir={tmp_path}", "optimizer.lr=1e-6", "rollout.stop=[a, '#']"]
+    words += ["data.system_prompt=answer after #### \U0001f600"]
     words += ["scoring.rewards={math: 1.0}", "loss.adaptive=true", "scoring.reward="]
     assert load_config("short_cot_7b", words) == config
 
@@ -182,6 +185,17 @@ def test_wrong_overrides_are_refused_by_name(overrides, message):
 def test_an_override_without_effect_on_an_arm_is_refused():
     with pytest.raises(UserError, match="changes nothing in arm"):
         load_config("quickstart", {"loss.name": "gspo"})
+
+
+@pytest.mark.parametrize("word", ["compare.seeds=[0,1]", "compare.run=[a]"])
+def test_settings_of_a_comparison_need_its_arms(word):
+    with pytest.raises(UserError, match=r"has no effect without compare\.arms; leave"):
+        load_config("short_cot_7b", [word])
+
+
+def test_a_comparison_takes_no_checkpoint_of_one_run():
+    with pytest.raises(UserError, match=r"load=best .* give the directory of one of its runs, e.g"):
+        train(load_config("quickstart"), load="best")
 
 
 def test_the_package_exports_what_its_stub_names():

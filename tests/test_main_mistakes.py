@@ -295,6 +295,9 @@ MISTAKES = {
     "the end of no decay": Mistake(
         "optimizer.min_lr=1e-9", "optimizer.min_lr=1e-09 has no effect without optimizer.lr_decay_"
     ),
+    "seeds of one run": Mistake(
+        "--seeds 0,1", "compare.seeds=[0, 1] has no effect without compare.arms; leave it out, or"
+    ),
     "adapters of an arm without them": Mistake(
         "compare.arms.a=[adapters.merge=false] compare.arms.b=[adapters.rank=2]",
         "arm a: adapters.merge=false has no effect without adapters.rank",

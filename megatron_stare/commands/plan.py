@@ -45,6 +45,12 @@ def planned(config: Config, options: argparse.Namespace) -> tuple[str, bool]:
     cluster = Cluster(
         gpus or known.trainer_gpus, known.rollout_gpus if rollout_gpus < 0 else rollout_gpus
     )
+    limit, response = config.rollout.rollout_max_response_len, options.response_tokens
+    if gpus < 0 or not 0 <= response <= limit:
+        raise UserError(
+            f"--gpus {gpus} must be positive, and --response-tokens {response:g} lie in "
+            f"[0, rollout.rollout_max_response_len={limit}]"
+        )
     machine = read_machine(options.machine) if options.machine else H100
     if options.suggest:
         plan = suggest(config, cluster, machine)
@@ -53,7 +59,7 @@ def planned(config: Config, options: argparse.Namespace) -> tuple[str, bool]:
         placed = f"--gpus {found.trainer_gpus} --rollout-gpus {found.rollout_gpus} {words}"
         return f"{plan_text(source, plan)}\n\n{placed}", True
     plan, *others = (
-        make_plan(changed, placed, machine, response_tokens=options.response_tokens)
+        make_plan(changed, placed, machine, response_tokens=response)
         for changed, placed in [(config, cluster), *placements(config, cluster)]
     )
     return "\n".join([plan_text(source, plan), *map(cost_text, others)]), not plan.faults
@@ -123,6 +129,8 @@ def refuse_what_cannot_fit(
             f"need the GPUs {first} to {last}, and this node has {gpus}; lower them, set "
             "sglang.colocated=true, or give running servers in sglang.urls"
         )
+    if not config.policy.hf_checkpoint:
+        return  # a quickstart, which makes its model
     cluster = Cluster(world_size, count * servers.gpus_per_server)
     machine = dataclasses.replace(H100, memory_bytes=memory_bytes, reserve=0.0)
     plan = make_plan(config, cluster, machine)

@@ -22,6 +22,7 @@ LOAD = argument(
     help="latest, latest-good (skips damaged ones), best (by run.keep_best), or a checkpoint such "
     "as step_00000050",
 )
+FORCE = argument("--force", action="store_true", help="start even if the plan does not fit")
 
 
 @command(
@@ -29,7 +30,7 @@ LOAD = argument(
     "start or resume a run",
     SOURCE,
     OVERRIDES,
-    argument("--force", action="store_true", help="start even if the plan says it does not fit"),
+    FORCE,
     argument("--dry-run", action="store_true", help="check all that can be; train nothing"),
     argument("--seeds", help="repeat a comparison with these seeds, e.g. 0,1,2"),
     LOAD,
@@ -48,20 +49,19 @@ def _train(options: argparse.Namespace) -> int:
     check_arms(config, options.overrides)
     if options.dry_run:
         return _dry_run(options.source, config)
+    return _trained(config, options.load, options.force)
+
+
+def _trained(config: Config, load: str = "latest", force: bool = False) -> int:
+    """Train, and print the result. The exit code."""
     prepare_environment(config.policy)  # before anything asks CUDA
     from megatron_stare.commands.plan import refuse_on_gpus, share_memory
-
-    if not options.force:
-        refuse_on_gpus(config)
-    share_memory(config)
-    return _trained(config, options.load)
-
-
-def _trained(config: Config, load: str = "latest") -> int:
-    """Train, and print the result. The exit code."""
     from megatron_stare.loop.interrupt import Interrupt
     from megatron_stare.reporting.console import print_summary
 
+    if not force:
+        refuse_on_gpus(config)
+    share_memory(config)
     interrupt = Interrupt(exits=True)
     result = train(config, load=load, interrupt=interrupt)
     if is_first_rank() and result.complete:
@@ -145,6 +145,7 @@ def _rollouts(options: argparse.Namespace) -> int:
     OVERRIDES,
     argument("--losses", required=True, help="the recipe's arms or objectives, e.g. stare,dapo"),
     argument("--seeds", help="seeds of every arm, e.g. 0,1,2; default: run.seed"),
+    FORCE,
     examples=(
         "compare quickstart --losses stare,dapo",
         "compare run.yaml --losses stare,grpo --seeds 0,1",
@@ -154,13 +155,13 @@ def _compare(options: argparse.Namespace) -> int:
     config = config_of(options.source, options.overrides)
     if options.source in RECIPES and config.run.dir == find_recipe(options.source).run.dir:
         config = override(config, [f"run.dir={config.run.dir}_losses"])
-    if options.seeds:
-        config = override(config, [f"compare.seeds=[{options.seeds}]"])
     from megatron_stare.compare.compare import between_losses
 
     config = between_losses(config, options.losses.split(","))
+    if options.seeds:
+        config = override(config, [f"compare.seeds=[{options.seeds}]"])
     check_arms(config, options.overrides)
-    return _trained(config)
+    return _trained(config, force=options.force)
 
 
 @command(

@@ -13,7 +13,7 @@ from megatron_stare.commands.plan import (
     refuse_what_cannot_fit,
     share_memory,
 )
-from megatron_stare.config import UserError, override
+from megatron_stare.config import Config, UserError, override
 from megatron_stare.config.rollout import SHARE_VARIABLE
 from megatron_stare.planning.machine import H100
 from megatron_stare.planning.plan import make_plan
@@ -55,12 +55,18 @@ def test_adapters_of_32b_fit_where_its_weights_do_not_train(
 def test_a_plan_names_missing_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 2 and "--list" in capsys.readouterr().err
     assert main(["plan", "quickstart"]) == 2 and "give --gpus" in capsys.readouterr().err
+    for words in (["--gpus", "-4"], ["--response-tokens", "-1"], ["--response-tokens", "99999"]):
+        assert main(["plan", "short_cot_7b", *words]) == 2
+        assert f"{words[0]} {words[1]} " in capsys.readouterr().err
 
 
 def test_training_is_refused_before_anything_is_launched() -> None:
     """As the command does it on a node of H100s."""
     config = find_recipe("short_cot_7b")
     refuse_what_cannot_fit(config, 4, 4, 80e9, 4)
+    refuse_what_cannot_fit(
+        find_recipe("quickstart"), 1, 1, 80e9, 1
+    )  # its model is still to be made
     with pytest.raises(UserError, match="--force starts the run"):
         refuse_what_cannot_fit(config, 4, 4, 40e9, 4)
     apart = override(config, ["sglang.colocated=false"])
@@ -71,6 +77,17 @@ def test_training_is_refused_before_anything_is_launched() -> None:
         refuse_what_cannot_fit(override(apart, ["sglang.first_gpu=3"]), 4, 4, 80e9, 8)
     for elsewhere in ("sglang.urls=[http://node1:30000]", "sglang.server_args=--base-gpu-id 0"):
         refuse_what_cannot_fit(override(apart, [elsewhere]), 4, 4, 80e9, 4)
+
+
+def test_every_command_that_trains_asks_the_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(config: Config) -> None:
+        raise UserError(f"no room in {config.run.dir}")
+
+    monkeypatch.setattr("megatron_stare.commands.plan.refuse_on_gpus", refused)
+    for words in (["train", "quickstart"], ["compare", "quickstart", "--losses", "stare"]):
+        assert main(words) == 2 and "no room in runs/quickstart" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [name for name in CLUSTERS if "grpo" not in name])

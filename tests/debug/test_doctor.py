@@ -38,7 +38,7 @@ def test_the_environment_of_the_tests_is_ready(
     assert last.endswith(f"{list(found.values()).count('FAIL')} FAIL")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if "grpo" not in name])
 def test_recipes_are_examined(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

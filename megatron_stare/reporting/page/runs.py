@@ -105,7 +105,8 @@ def _read_source(directory: Path) -> Source:
     if begun:
         return _read_unfinished(directory, begun)
     raise UserError(
-        f"{directory} holds neither {METRICS_NAME} (a run) nor {SUMMARY_NAME} (a comparison)"
+        f"{directory} holds neither {METRICS_NAME} (a run) nor {SUMMARY_NAME} (a comparison); give "
+        "the run.dir of a run that has taken a step"
     )
 
 

@@ -295,6 +295,10 @@ MISTAKES = {
     "the end of no decay": Mistake(
         "optimizer.min_lr=1e-9", "optimizer.min_lr=1e-09 has no effect without optimizer.lr_decay_"
     ),
+    "a replay of other settings": Mistake(
+        "optimizer.lr=1 --replay 3 --load best",
+        "takes a run as it is; remove optimizer.lr=1 --load",
+    ),
     "seeds of one run": Mistake(
         "--seeds 0,1", "compare.seeds=[0, 1] has no effect without compare.arms; leave it out, or"
     ),

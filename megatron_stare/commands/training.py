@@ -85,8 +85,10 @@ def _dry_run(source: str, config: Config) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    if options.overrides:
-        raise UserError(f"--replay takes no overrides; remove {' '.join(options.overrides)}")
+    others = {"--load": options.load != "latest", "--seeds": options.seeds}
+    others |= {"--dry-run": options.dry_run, "--force": options.force}
+    if words := [*options.overrides, *(name for name, given in others.items() if given)]:
+        raise UserError(f"--replay takes a run as it is; remove {' '.join(words)}")
     from megatron_stare.debug.replay import replay
 
     losses = options.losses.split(",") if options.losses else []

@@ -117,6 +117,7 @@ READERS = {
     "loss.distillation_coef": ("loss.distillation_top_k", "loss.reward_coef"),
     "loss.reads_reference=true": ("policy.ref_hf_checkpoint", "sglang.reference_urls"),
     "mismatch.correction": _keys("mismatch", "lower upper normalize rejected accepted"),
+    "mismatch.alarm": ("mismatch.on_alarm",),
     "scoring.extraction=tag|any": ("scoring.answer_tag",),
     "scoring.overlong_buffer_len": ("scoring.overlong_penalty_factor",),
     "scoring.names=per_source": ("scoring.per_source",),

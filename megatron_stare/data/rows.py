@@ -118,7 +118,7 @@ def _row(raw: RawRow, config: DataConfig) -> Row:
     if label is None:
         judge = row.get("reward_model")
         label = judge.get("ground_truth") if isinstance(judge, dict) else None
-    if label is None:
+    if label is None or label != label:  # NaN is a missing value of a table
         raise BadRow(
             f"has neither {config.label_key!r} nor reward_model.ground_truth (it has "
             f"{', '.join(map(str, row))}; data.label_key names the field of the answer)"

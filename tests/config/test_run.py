@@ -38,6 +38,7 @@ READ = {
     "scoring.format_pattern=^<think>": ["scoring.rewards={math: 1, format: 0.1}"],
     "scoring.code_seconds=9": ["scoring.reward=per_source", "scoring.per_source={a: code}"],
     "judge.urls=[http://127.0.0.1:9/v1]": ["scoring.reward=judge"],
+    "mismatch.on_alarm=mask": ["mismatch.alarm=0.1"],
     "tools.max_turns=2": ["tools.environment=calculator"],
     "cold_start.data=shown.jsonl": ["cold_start.steps=1"],
     "cold_start.steps=1": ["cold_start.data=shown.jsonl"],

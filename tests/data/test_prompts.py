@@ -362,3 +362,8 @@ def test_every_row_of_the_mathematics_files_is_usable(name, count):
         prompt.label and len(prompt.token_ids) and prompt.text.endswith("<assistant>")
         for prompt in prompts
     )
+
+
+def test_a_missing_value_of_a_table_is_no_label(tmp_path):
+    path = jsonl(tmp_path / "rows.jsonl", [SLIME | {"label": float("nan")}])
+    assert "row 1: has neither 'label' nor" in refusal(path)

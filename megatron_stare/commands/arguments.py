@@ -151,17 +151,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints versions and ends; other commands do not pay for finding them."""
+    """Prints this package with its commit, and the versions that decide how it behaves, one line
+    each, and ends; other commands do not pay for finding them.
+    """
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
-        print(_versions())
+        its = f" (commit {found})" if (found := commit()) else ""
+        lines = [f"{name} {version or 'is not installed'}" for name, version in versions().items()]
+        print("\n".join([lines[0] + its, *lines[1:]]))
         parser.exit()
-
-
-def _versions() -> str:
-    """This package with its commit, and the versions that decide how it behaves, one line each;
-    nothing large is imported to find out.
-    """
-    its = f" (commit {found})" if (found := commit()) else ""
-    lines = [f"{name} {version or 'is not installed'}" for name, version in versions().items()]
-    return "\n".join([lines[0] + its, *lines[1:]])

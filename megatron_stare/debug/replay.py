@@ -351,7 +351,9 @@ def _figures(compared: Compared) -> Table:
     rows += [name for name in compared.differing if name not in rows]
     for name in rows:
         recorded, replayed = compared.recorded.get(name), compared.replayed[name]
-        same = "differs" if name in compared.differing else "same bits"
+        same = "differs" if name in compared.differing else "within the noise"
+        if recorded is not None and _same(recorded, replayed, 0.0, 0.0):
+            same = "same bits"
         table.add_row(name, repr(recorded), repr(replayed), same)
     return table
 

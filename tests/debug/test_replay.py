@@ -13,7 +13,14 @@ import torch
 from megatron_stare import config as configuration
 from megatron_stare.commands.recorded import bundle
 from megatron_stare.config import UserError, override
-from megatron_stare.debug.replay import NOISE, Compared, Replay, compare_objectives, replay
+from megatron_stare.debug.replay import (
+    NOISE,
+    Compared,
+    Replay,
+    _figures,
+    compare_objectives,
+    replay,
+)
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.metrics import Stopwatch
 from megatron_stare.loop.prepare import effective_loss
@@ -228,5 +235,9 @@ def test_a_gpu_without_deterministic_kernels_agrees_within_the_stated_noise() ->
     near, far = recorded | {"loss": 1.01}, recorded | {"grad_norm": 2.1}
     bits = ("aa", "bb")  # fingerprints of weights after another order of additions
     assert not Compared(3, recorded, near, ("aa", "aa")).identical
-    assert Compared(3, recorded, near, bits, NOISE).identical
-    assert Compared(3, recorded, far, bits, NOISE).differing == ["grad_norm"]
+    within = Compared(3, recorded, near, bits, NOISE)
+    assert within.identical
+    apart = Compared(3, recorded, far, bits, NOISE)
+    assert apart.differing == ["grad_norm"]
+    said = [list(_figures(each).columns[3].cells) for each in (apart, within)]
+    assert said == [["same bits", "differs"], ["within the noise", "same bits"]]

@@ -87,6 +87,7 @@ def share_memory(config: Config) -> None:
     os.environ.pop(SHARE_VARIABLE, None)
     servers = config.sglang
     started = config.rollout.engine == "sglang" and servers.colocated and not servers.urls
+    started = started and bool(config.policy.hf_checkpoint)  # else of runs that plan for themselves
     if started and MEMORY_SHARE not in servers.server_args and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
         share = colocated_share(config, int(os.environ.get("WORLD_SIZE", "0")), memory)

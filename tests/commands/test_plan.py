@@ -121,6 +121,7 @@ def test_only_started_colocated_servers_get_the_memory_fraction(
         "sglang.urls=[http://a:1]",
         "sglang.colocated=false",
         "rollout.engine=embedded",
+        "policy.hf_checkpoint=",
     ):
         share_memory(override(config, [words]))
         assert SHARE_VARIABLE not in os.environ

@@ -15,6 +15,7 @@ from megatron_stare.config.section import written
 from megatron_stare.config.task import PER_SOURCE
 from megatron_stare.config.training import AdaptersConfig
 
+PROJECTIONS = AdaptersConfig().targets.split(",")
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 _SERVER = "http://host:port"
 ADDRESSES = {
@@ -245,20 +246,18 @@ def _ranges(config: Config) -> Iterator[str]:
 
 def _texts(config: Config) -> Iterator[str]:
     """Names and texts within a setting."""
-    evaluation, modules = config.evaluation, config.policy.recompute_modules.split(",")
-    for name in (name.strip() for name in modules):
-        if name not in RECOMPUTED:
-            yield (
-                f"policy.recompute_modules has {name!r}, which is none of {', '.join(RECOMPUTED)}"
-            )
-    for name in sorted(config.adapters.target_names - AdaptersConfig().target_names):
-        yield f"adapters.targets has {name!r}, which is none of {AdaptersConfig().targets}"
-    known = ", ".join(evaluation.eval_data) or "none"
+    evaluation = config.evaluation
+    parts = {"policy.recompute_modules": RECOMPUTED, "adapters.targets": PROJECTIONS}
+    for key, known in parts.items():
+        for name in map(str.strip, lookup(config, key).split(",")):
+            if name not in known:
+                yield f"{key} has {name!r}, which is none of {', '.join(known)}"
+    sets = ", ".join(evaluation.eval_data) or "none"
     for name in evaluation.per_set:
         if name not in evaluation.eval_data:
             yield (
                 f"evaluation.per_set has {name!r}, which is not a set of evaluation.eval_data "
-                f"({known})"
+                f"({sets})"
             )
     for key in ("evaluation.eval_data", "compare.arms"):
         for name in lookup(config, key):

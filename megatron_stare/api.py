@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_stare.config import Config, RunAlarm, UserError, check_arms
-from megatron_stare.config.environment import own_command
+from megatron_stare.config.environment import own_command, prepare_environment
 from megatron_stare.recipes import config_of
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def train(
             f"load={load} names a checkpoint of one run, and this is a comparison; give the "
             f"directory of one of its runs, e.g. {Path(config.run.dir) / 'seed0'}/ARM"
         )
+    _prepare(config)
     with (
         Watchdog(config.run) as watchdog,
         topologies.session(config.policy, config.run.seed) as topology,
@@ -137,6 +138,14 @@ def train(
     return TrainingResult(Path(config.run.dir), complete)
 
 
+def _prepare(config: Config) -> None:
+    """What the environment of this process must say before CUDA and servers start."""
+    from megatron_stare.planning.plan import share_memory
+
+    prepare_environment(config.policy)
+    share_memory(config)
+
+
 def evaluate(config: Config, *, load: str = "latest") -> Evaluation:
     """avg@k, pass@k and majority@k of a checkpoint of run.dir (`load` as in `train`), or of
     policy.hf_checkpoint where the run has none, on evaluation.eval_data. Resumable. Collective.
@@ -146,6 +155,7 @@ def evaluate(config: Config, *, load: str = "latest") -> Evaluation:
     from megatron_stare.policy import topology as topologies
     from megatron_stare.system import atomic_write
 
+    _prepare(config)
     with topologies.session(config.policy, config.run.seed) as topology:
         metrics, problems = evaluate_checkpoint(config, topology, load)
     if not topology.is_first:
@@ -199,6 +209,7 @@ def generate(
         temperature=params.temperature if temperature is None else temperature,
         max_new_tokens=max_new_tokens or params.max_new_tokens,
     )
+    _prepare(config)
     with (
         topologies.session(config.policy, config.run.seed) as topology,
         policy_engine(config, tokenizer, topology, load) as (engine, _),

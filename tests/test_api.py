@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
 import megatron_stare
-from megatron_stare import generate, load_config, train
+from megatron_stare import evaluate, generate, load_config, train
 from megatron_stare.config import Config, OptimizerConfig, PolicyConfig, UserError, dump
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.policy import topology
@@ -237,3 +239,20 @@ def test_two_calls_print_one_prefix_of_the_rank(
     sys.excepthook(RuntimeError, error, None)
     said = capsys.readouterr().err
     assert "on purpose" in said and "[rank0]: [rank0]: " not in said
+
+
+@pytest.mark.parametrize("call", [train, evaluate, lambda config: generate(config, ["1 + 1"])])
+def test_servers_on_the_trainers_gpus_get_their_memory_from_the_plan(
+    call: Callable[[Config], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a command: before the process has a world."""
+    planned: list[bool] = []
+
+    def noted(config: Config) -> None:
+        planned.append(torch.distributed.is_initialized())
+        raise UserError("enough")
+
+    monkeypatch.setattr("megatron_stare.planning.plan.share_memory", noted)
+    with pytest.raises(UserError, match="enough"):
+        call(small_config(tmp_path))
+    assert planned == [False]

@@ -215,9 +215,9 @@ def _quantize(options: argparse.Namespace) -> int:
 )
 def _serve(options: argparse.Namespace) -> int:
     config = config_of(options.source, options.overrides)
-    from megatron_stare.commands.plan import share_memory
     from megatron_stare.commands.servers import serve
     from megatron_stare.loop.interrupt import Interrupt
+    from megatron_stare.planning.plan import share_memory
 
     with Interrupt(exits=True) as interrupt:
         share_memory(config)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.config.rollout import MEMORY_SHARE, SHARE_VARIABLE
 from megatron_stare.planning.machine import H100, read_machine
 from megatron_stare.planning.plan import changes, make_plan, placements, suggest
-from megatron_stare.planning.serving import static_share
 from megatron_stare.planning.tables import (
     BASIS,
     SUMMARY_HEADER,
@@ -20,7 +17,6 @@ from megatron_stare.planning.tables import (
     plan_text,
     summary_row,
 )
-from megatron_stare.policy.topology import expert_tensor_size
 from megatron_stare.recipes import CLUSTERS, Cluster, cluster_of, find_recipe
 
 
@@ -75,36 +71,6 @@ def refuse_on_gpus(config: Config) -> None:
             int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
         )
         refuse_what_cannot_fit(config, world, local, memory, gpus)
-
-
-def share_memory(config: Config) -> None:
-    """On GPUs: have started colocated servers take the part of a GPU's memory that the plan leaves
-    them, where sglang.server_args gives none. A server by itself would take what is free at its
-    start, before the trainer is loaded.
-    """
-    import torch
-
-    os.environ.pop(SHARE_VARIABLE, None)
-    servers = config.sglang
-    started = config.rollout.engine == "sglang" and servers.colocated and not servers.urls
-    started = started and bool(config.policy.hf_checkpoint)  # else of runs that plan for themselves
-    if started and MEMORY_SHARE not in servers.server_args and torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(0).total_memory
-        share = colocated_share(config, int(os.environ.get("WORLD_SIZE", "0")), memory)
-        os.environ[SHARE_VARIABLE] = f"{share:.2f}"
-
-
-def colocated_share(config: Config, ranks: int, memory_bytes: float) -> float:
-    """The fraction of a GPU's memory for weights and cache of a colocated server. 0 ranks: the
-    fewest that the layout allows, which hold the most each.
-    """
-    policy = config.policy
-    stage = policy.pipeline_model_parallel_size
-    dense = stage * policy.tensor_model_parallel_size * policy.context_parallel_size
-    experts = stage * policy.expert_model_parallel_size * expert_tensor_size(policy)
-    machine = dataclasses.replace(H100, memory_bytes=memory_bytes)
-    plan = make_plan(config, Cluster(ranks or math.lcm(dense, experts), 0), machine)
-    return max(0.1, static_share(config, machine, max(rank.generating for rank in plan.ranks)))
 
 
 def refuse_what_cannot_fit(

@@ -55,13 +55,12 @@ def _train(options: argparse.Namespace) -> int:
 def _trained(config: Config, load: str = "latest", force: bool = False) -> int:
     """Train, and print the result. The exit code."""
     prepare_environment(config.policy)  # before anything asks CUDA
-    from megatron_stare.commands.plan import refuse_on_gpus, share_memory
+    from megatron_stare.commands.plan import refuse_on_gpus
     from megatron_stare.loop.interrupt import Interrupt
     from megatron_stare.reporting.console import print_summary
 
     if not force:
         refuse_on_gpus(config)
-    share_memory(config)
     interrupt = Interrupt(exits=True)
     result = train(config, load=load, interrupt=interrupt)
     if is_first_rank() and result.complete:
@@ -176,10 +175,8 @@ def _compare(options: argparse.Namespace) -> int:
 )
 def _evaluate(options: argparse.Namespace) -> int:
     config = config_of(options.source, options.overrides)
-    from megatron_stare.commands.plan import share_memory
     from megatron_stare.reporting.console import print_evaluation, print_problems
 
-    share_memory(config)
     found = evaluate(config, load=options.load)
     if is_first_rank():
         print_evaluation(found.metrics)
@@ -199,8 +196,8 @@ def _evaluate(options: argparse.Namespace) -> int:
 )
 def _parity(options: argparse.Namespace) -> int:
     config = config_of(options.source, options.overrides)
-    from megatron_stare.commands.plan import share_memory
     from megatron_stare.debug.parity import run
+    from megatron_stare.planning.plan import share_memory
 
     share_memory(config)
     return run(config, options.prompts, options.tokens)

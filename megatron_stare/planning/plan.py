@@ -7,14 +7,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from megatron_stare.config import Config, PolicyConfig, UserError, differences, override
+from megatron_stare.config.rollout import MEMORY_SHARE, SHARE_VARIABLE
 from megatron_stare.config.section import written
 from megatron_stare.planning.machine import H100, Machine
 from megatron_stare.planning.memory import ELEMENT, RankMemory, rank_memory, served_bytes
-from megatron_stare.planning.serving import NO_DRAFTS, Drafts, Serving, serving
+from megatron_stare.planning.serving import NO_DRAFTS, Drafts, Serving, serving, static_share
 from megatron_stare.planning.shapes import (
     RankCounts,
     Sizes,
@@ -26,6 +30,7 @@ from megatron_stare.planning.shapes import (
 from megatron_stare.planning.work import Tokens, Training, training
 from megatron_stare.policy.adapters import check as check_adapters
 from megatron_stare.policy.huggingface.shape import Shape, shape_of
+from megatron_stare.policy.topology import expert_tensor_size
 from megatron_stare.recipes import Cluster
 
 GIB = 2.0**30
@@ -398,3 +403,33 @@ def stage_counts_alike(config: Config, policy: PolicyConfig) -> tuple[RankCounts
     experts = policy.expert_model_parallel_size * (policy.expert_tensor_parallel_size or 1)
     world = stages * math.lcm(policy.tensor_model_parallel_size, experts)
     return tuple(stage_counts(model_shape(config.policy.hf_checkpoint), alike, world))
+
+
+def share_memory(config: Config) -> None:
+    """On GPUs: have started colocated servers take the part of a GPU's memory that the plan leaves
+    them, where sglang.server_args gives none. A server by itself would take what is free at its
+    start, before the trainer is loaded.
+    """
+    os.environ.pop(SHARE_VARIABLE, None)
+    servers = config.sglang
+    started = config.rollout.engine == "sglang" and servers.colocated and not servers.urls
+    started = started and bool(config.policy.hf_checkpoint)  # else of runs that plan for themselves
+    if torch.distributed.is_initialized():
+        return  # the caller's world, in which no other can be planned
+    if started and MEMORY_SHARE not in servers.server_args and torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory
+        share = colocated_share(config, int(os.environ.get("WORLD_SIZE", "0")), memory)
+        os.environ[SHARE_VARIABLE] = f"{share:.2f}"
+
+
+def colocated_share(config: Config, ranks: int, memory_bytes: float) -> float:
+    """The fraction of a GPU's memory for weights and cache of a colocated server. 0 ranks: the
+    fewest that the layout allows, which hold the most each.
+    """
+    policy = config.policy
+    stage = policy.pipeline_model_parallel_size
+    dense = stage * policy.tensor_model_parallel_size * policy.context_parallel_size
+    experts = stage * policy.expert_model_parallel_size * expert_tensor_size(policy)
+    machine = dataclasses.replace(H100, memory_bytes=memory_bytes)
+    plan = make_plan(config, Cluster(ranks or math.lcm(dense, experts), 0), machine)
+    return max(0.1, static_share(config, machine, max(rank.generating for rank in plan.ranks)))

@@ -8,15 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_stare.__main__ import main
-from megatron_stare.commands.plan import (
-    colocated_share,
-    refuse_what_cannot_fit,
-    share_memory,
-)
+from megatron_stare.commands.plan import refuse_what_cannot_fit
 from megatron_stare.config import Config, UserError, override
 from megatron_stare.config.rollout import SHARE_VARIABLE
 from megatron_stare.planning.machine import H100
-from megatron_stare.planning.plan import make_plan
+from megatron_stare.planning.plan import colocated_share, make_plan, share_memory
 from megatron_stare.planning.tables import BASIS
 from megatron_stare.recipes import CLUSTERS, RECIPES, find_recipe
 

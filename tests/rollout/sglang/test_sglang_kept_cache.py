@@ -96,9 +96,9 @@ def test_requests_in_flight_keep_their_cache_and_later_ones_do_not_see_it(
         future = sampling(pool, asked)
         sync(pool, other, 1, tmp_path)
         in_flight = pool.servers[0].in_flight
-        rollouts = future.result(timeout=120)
+        rollouts = future.result(timeout=400)
         again = requests(16)  # the same prompts, whose prefixes are in the cache of version 0
-        later = sample_all(pool, again, LONG).result(timeout=120)
+        later = sample_all(pool, again, LONG).result(timeout=400)
         counts = pool.counts()
     assert in_flight > 0 == counts["engine_interrupted"] == counts["engine_fault_garbage"]
     assert {version for rollout in rollouts for version in rollout.versions} == {0}
@@ -137,7 +137,7 @@ def test_requests_never_see_half_of_an_update(
         assert pool.admission.without_weights() == pool.servers
         send_weights(sender, weights.items(), pool.servers)
         assert pool.servers[0].state is State.READY
-        rollouts = future.result(timeout=120)
+        rollouts = future.result(timeout=400)
     old, new = loaded(checkpoint), loaded(other)
     assert sum(newer_tokens(old, new, *pair) > 0 for pair in zip(asked, rollouts, strict=True))
 

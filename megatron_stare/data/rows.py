@@ -123,12 +123,10 @@ def _row(raw: RawRow, config: DataConfig) -> Row:
             f"has neither {config.label_key!r} nor reward_model.ground_truth (it has "
             f"{', '.join(map(str, row))}; data.label_key names the field of the answer)"
         )
-    if not isinstance(label, str):
-        label = json.dumps(label, ensure_ascii=False, default=str)
     return Row(
         raw.number,
         _prompt(row[config.input_key], config.input_key),
-        checked_text(label, "the label"),
+        label if isinstance(label, str) else json.dumps(label, ensure_ascii=False, default=str),
         metadata_of(row, config),
         _tools(row.get(config.tool_key), config.tool_key),
         raw.file,

@@ -51,7 +51,7 @@ def test_only_chosen_sections_are_printed(capsys: pytest.CaptureFixture[str]) ->
     for words, said in (
         ([], "needs a recipe"),
         (["quickstart", "--only", "mismach"], "no setting; did you mean 'mismatch'? (`config SOU"),
-        (["--page", "/nowhere/page.md"], "/nowhere/page.md: No such file or directory; choose an"),
+        (["--schema", "/nowhere/s.json"], "/nowhere/s.json: No such file or directory; choose an"),
     ):
         assert main(["config", *words]) == 2
         assert said in capsys.readouterr().err

@@ -177,7 +177,6 @@ def test_a_file_may_begin_with_a_byte_order_mark(suffix, tmp_path):
     [
         SLIME | {"prompt": "2\ud83d"},
         SLIME | {"prompt": [{"role": "user", "content": "2\ud83d"}]},
-        SLIME | {"label": ["2\ud83d"]},
     ],
 )
 def test_half_of_a_surrogate_pair_is_a_bad_row(row, tmp_path):

@@ -26,7 +26,6 @@ ADDRESSES = {
     "sandbox.url": _SERVER,
     "judge.urls": f"{_SERVER}/v1",
 }
-_DROPPED = "which drops rollouts of older weights"
 _REFERENCE = "whose reference stays as it is"
 
 # Two conditions that exclude one another, and why; or one that needs another, and a remark.
@@ -55,8 +54,6 @@ RELATIONS = {
     "adapters.apart=true excludes sglang.router_url": "",
     "adapters.apart=true excludes sglang.weights": "",
     "rollout.long_tail excludes rollout.asynchrony": "with which no step waits for the long tail",
-    "rollout.asynchrony excludes rollout.max_staleness=0": _DROPPED,
-    "rollout.long_tail=continue excludes rollout.max_staleness=0": _DROPPED,
     "rollout.cache_over_versions needs rollout.engine=sglang": "its servers have the caches",
     "rollout.cache_over_versions needs rollout.asynchrony=fully_async": (
         "only there do new weights find requests in flight"
@@ -288,12 +285,22 @@ def _addresses(config: Config) -> Iterator[str]:
 def _rollouts(config: Config) -> Iterator[str]:
     """The age of rollouts, and those that are stopped when the batch is full."""
     rollout, mismatch, staleness = config.rollout, config.mismatch, config.rollout.staleness_limit
+    if rollout.asynchrony != "on_policy" and staleness < 1:
+        yield (
+            f"rollout.asynchrony={rollout.asynchrony} trains on rollouts of older weights, which "
+            f"rollout.max_staleness={staleness} drops; set it to 1 or more"
+        )
     size, first = rollout.rollout_batch_size, rollout.over_sampling_batch_size
     chosen = f"rollout.long_tail={rollout.long_tail}"
     if rollout.stops_the_tail and first <= size:
         yield (
             f"{chosen} needs rollout.over_sampling_batch_size={first} above "
             f"rollout_batch_size={size}; raise it"
+        )
+    if rollout.long_tail == "continue" and staleness < 1:
+        yield (
+            f"{chosen} continues rollouts that older weights sampled, which "
+            "rollout.max_staleness=0 drops; set max_staleness=1, or long_tail=restart or gather"
         )
     if rollout.long_tail == "gather" and staleness:
         yield (

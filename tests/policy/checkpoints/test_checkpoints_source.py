@@ -21,7 +21,8 @@ def test_a_missing_file_of_the_model_costs_only_the_checkpoint(
     actor = actor_of(tmp_path / "model", "fp32", ("policy.use_distributed_optimizer=false",))
     checkpoints = Checkpoints(actor, tmp_path / "checkpoints", actor.config.run)
     index = tmp_path / "model" / INDEX
-    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "gone.safetensors"}}))
+    files = {"lm_head.weight": "model.safetensors", "model.norm.weight": "gone.safetensors"}
+    index.write_text(json.dumps({"weight_map": files}))
     checkpoints.save(1, {})
     assert "gone.safetensors" in checkpoints.failure and checkpoints.saved is None
     assert "warning: checkpoint 1 not written" in capsys.readouterr().err

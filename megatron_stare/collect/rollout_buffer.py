@@ -339,7 +339,7 @@ class RolloutBuffer:
             raise
 
     def _taken(self, step: int, kept: int) -> list[Group]:
-        """Groups that the dispatcher's workers judged, once they fill a batch with `kept` more."""
+        """Groups that the dispatcher's worker judged, once they fill a batch with `kept` more."""
         dispatcher, judged = self.dispatcher, list[Group]()
 
         def wait() -> None:

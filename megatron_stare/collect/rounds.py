@@ -133,7 +133,7 @@ def groups_of(state: Tensor) -> list[Group]:
 
 
 def partial_state(partial: PartialRollouts, topology: Topology) -> Tensor | ShardedBytes:
-    """The rollouts of prompts that are not judged, of this rank's workers, as bytes for a
+    """The rollouts of prompts that are not judged, of this rank's worker, as bytes for a
     checkpoint. Collective.
     """
     return _stored(partial_frames(partial), topology)

@@ -138,14 +138,6 @@ def train(
     return TrainingResult(Path(config.run.dir), complete)
 
 
-def _prepare(config: Config) -> None:
-    """What the environment of this process must say before CUDA and servers start."""
-    from megatron_stare.planning.plan import share_memory
-
-    prepare_environment(config.policy)
-    share_memory(config)
-
-
 def evaluate(config: Config, *, load: str = "latest") -> Evaluation:
     """avg@k, pass@k and majority@k of a checkpoint of run.dir (`load` as in `train`), or of
     policy.hf_checkpoint where the run has none, on evaluation.eval_data. Resumable. Collective.
@@ -222,6 +214,14 @@ def generate(
         rollouts = rollouts_of(engine, requests if topology.is_first else [], params)
     pairs = zip(asked, range(0, len(rollouts), n), strict=False)
     return [Group(prompt, tuple(rollouts[first : first + n])) for prompt, first in pairs]
+
+
+def _prepare(config: Config) -> None:
+    """What the environment of this process must say before CUDA and servers start."""
+    from megatron_stare.planning.plan import share_memory
+
+    prepare_environment(config.policy)
+    share_memory(config)
 
 
 def _as_yaml(key: str, value: Any) -> str:

@@ -44,10 +44,6 @@ class RolloutWorkers:
     ranks: Sequence[int]
     own: RolloutWorker | None
 
-    def assigned(self, prompts: Sequence[Prompt]) -> list[int]:
-        """The rank that samples each prompt, the same on every rank."""
-        return [self.ranks[prompt.index % len(self.ranks)] for prompt in prompts]
-
 
 @dataclass(frozen=True)
 class SamplingRound:
@@ -78,7 +74,7 @@ def start_round(
     """Send each prompt to its worker, under the engine's weights; with `again` for more rollouts of
     a judged prompt.
     """
-    ranks = workers.assigned(prompts)
+    ranks = [workers.ranks[prompt.index % len(workers.ranks)] for prompt in prompts]
     mine: list[Future[Group]] = []
     if workers.own is not None:
         own = [p for p, rank in zip(prompts, ranks, strict=True) if rank == topology.rank]

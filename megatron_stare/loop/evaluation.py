@@ -243,21 +243,15 @@ class Evaluator:
         if self.topology.is_first:
             shutil.rmtree(kept.responses, ignore_errors=True)
 
-    def _mine(self, one: EvaluationSet, kept: Destinations) -> Sequence[Problem]:
-        """This rank's share of the set's problems, sampled and judged."""
+    def _mine(self, one: EvaluationSet, kept: Destinations) -> list[Problem]:
+        """This rank's share of the set's problems, sampled and judged. A folder of the journal's
+        directory gets the finished rollouts; what any folder of it has is not sampled again.
+        """
         rank, sources = self.topology.rank, self.engine.sources
         places = range(rank, len(one.prompts), sources) if rank < sources else range(0)
-        return self._judged(one, places, kept, f"rank_{rank}_of_{sources}")
-
-    def _judged(
-        self, one: EvaluationSet, places: Sequence[int], kept: Destinations, folder: str
-    ) -> list[Problem]:
-        """The set's problems at these places. `folder` of the journal's directory gets the finished
-        rollouts; what any folder of it has is not sampled again.
-        """
-        mine = set(places)
+        folder = f"rank_{rank}_of_{sources}"
         journal = (
-            Journal(kept.journal, folder, lambda key: key[0] in mine, _ATTEMPTS)
+            Journal(kept.journal, folder, lambda key: key[0] in places, _ATTEMPTS)
             if kept.journal and places
             else None
         )

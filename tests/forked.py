@@ -44,9 +44,13 @@ class Command:
         """Everything that it has printed."""
         return self.log.read_text() if self.log.exists() else ""
 
-    def signal(self, number: int) -> None:
+    @property
+    def pid(self) -> int:
         assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        return self._process.pid
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill it at once."""

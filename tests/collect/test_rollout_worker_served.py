@@ -83,11 +83,12 @@ def test_a_killed_run_samples_no_finished_rollout_again(
         options = (f"rollout.asynchrony={asynchrony}", "rollout.max_staleness=9")
         config = served(tmp_path, list(urls), *options)
         child = train(config)
-        pid = child._process.pid or 0
         try:
-            wait_until(lambda: bool(descendants_of(pid) and journaled(config)) or bool(child.code))
+            wait_until(
+                lambda: bool(descendants_of(child.pid) and journaled(config)) or bool(child.code)
+            )
             assert child.code is None, child.output
-            below = descendants_of(pid)
+            below = descendants_of(child.pid)
         finally:
             child.kill()
         finished = journaled(config)

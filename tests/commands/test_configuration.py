@@ -1,4 +1,4 @@
-"""`config`: every field with its value, origin and sentence; the schema of them, and the page."""
+"""`config`: every field with its value, origin and sentence; the schema of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from megatron_stare.commands import configuration
 from megatron_stare.config import Config, override
 from megatron_stare.config.run import settings
 from megatron_stare.recipes import find_recipe
-from tests.paths import ROOT
-from tools.pages.configuration import page
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", "tool_use_7b", "long_cot_30b_a3b"])
@@ -55,13 +53,6 @@ def test_only_chosen_sections_are_printed(capsys: pytest.CaptureFixture[str]) ->
     ):
         assert main(["config", *words]) == 2
         assert said in capsys.readouterr().err
-
-
-def test_the_page_is_the_sections() -> None:
-    """Else: python -m tools.pages"""
-    made = page()
-    assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == made
-    assert all(f"| `{key.split('.', 1)[1]}` |" in made for key in settings())
 
 
 def test_the_schema_knows_types_ranges_and_choices(tmp_path: Path) -> None:

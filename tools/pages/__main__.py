@@ -1,6 +1,5 @@
-"""Write docs/configuration.md, and the planner's parts of docs/recipes.md and docs/scale.md.
-
-.venv/bin/python -m tools.pages
+"""`python -m tools.pages` writes docs/configuration.md, and the planner's parts of docs/recipes.md
+and docs/scale.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Builds what a configuration asks for: the parts of a run and of an evaluation without training;
-an engine with a checkpoint's policy. Cheapest checks come first, so
-that bad input costs no model load.
+an engine with a checkpoint's policy. Cheapest checks come first, so that bad input costs no model
+load.
 """
 
 from __future__ import annotations

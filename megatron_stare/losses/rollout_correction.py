@@ -20,10 +20,9 @@ alone is set, as in verl (rollout_corr_helper.py). mismatch.normalize divides by
 weight, over tokens, or over sequences where a weight is a sequence's, as verl does.
 
 A weight multiplies the finished token loss once (losses/registry.py); of a loss with an entropy
-term or a KL term, the surrogate alone. The denominator stays the
-whole batch's; with mismatch.rejected=drop tokens of weight 0 leave it, and with
-mismatch.accepted=one the others of the masks weigh 1: verl's rejection sampling. Shape legend: T
-loss tokens of one rank's batch.
+term or a KL term, the surrogate alone. The denominator stays the whole batch's; with
+mismatch.rejected=drop tokens of weight 0 leave it, and with mismatch.accepted=one the others of the
+masks weigh 1: verl's rejection sampling. Shape legend: T loss tokens of one rank's batch.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from megatron_stare.config.errors import UserError
 from megatron_stare.config.run import Config, lookup, settings
 from megatron_stare.config.section import written
 from megatron_stare.config.task import PER_SOURCE
-from megatron_stare.config.training import AdaptersConfig
+from megatron_stare.config.training import AdaptersConfig, LossConfig
 
 PROJECTIONS = AdaptersConfig().targets.split(",")
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
@@ -232,12 +232,27 @@ def _ranges(config: Config) -> Iterator[str]:
         )
     if dual is not None and 0 < dual <= 1:
         yield f"loss.eps_clip_c={dual!r} is out of range; it must be 0 (off) or above 1"
+    yield from _adapted_weights(config.loss)
     least, most = data.min_pass_rate, data.max_pass_rate
     if data.pass_rates and (least > most or (least, most) == (0, 1)):
         yield (
             f"data.pass_rates keeps prompts from data.min_pass_rate={least:g} to "
             f"max_pass_rate={most:g}, which is {'every one' if least < most else 'none'}; set "
             "data.min_pass_rate=0.1 and data.max_pass_rate=0.9, for example"
+        )
+
+
+def _adapted_weights(loss: LossConfig) -> Iterator[str]:
+    """STARE's weights where they start outside of the bounds within which they adapt."""
+    if loss.adaptive and loss.reweight_w > loss.w_max:
+        yield (
+            f"loss.reweight_w={loss.reweight_w:g}, at which W starts, is above "
+            f"loss.w_max={loss.w_max:g}; raise the bound, or lower the start"
+        )
+    if loss.adaptive and loss.reweight_m < loss.m_min:
+        yield (
+            f"loss.reweight_m={loss.reweight_m:g}, at which M starts, is below "
+            f"loss.m_min={loss.m_min:g}; lower the bound, or raise the start"
         )
 
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 from megatron_stare.collect.judging import build_judge
 from megatron_stare.collect.resampling import find_method
-from megatron_stare.config import Config, UserError
+from megatron_stare.config import Config, MismatchConfig, UserError
 from megatron_stare.data.mixture import check_sources, training_stream
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.prepare import effective_loss
@@ -77,6 +77,8 @@ def resolve(config: Config) -> Resolved:
     if urls := config.sglang.reference_urls:
         found(lambda: check_servers(urls, config.sglang, config.longest_sequence))
     objective = found(lambda: objective_of(effective_loss(config)))
+    if objective:
+        found(lambda: check_correction(config.mismatch, objective))
     judge = found(lambda: build_judge(config))
     offered = found(lambda: offered_tools(config)) if tools else ()
     found(lambda: check_sources(config))
@@ -217,6 +219,19 @@ def check_cache(config: Config, hf: PretrainedConfig) -> None:
             f"sglang.server_args={config.sglang.server_args!r}: {hf.model_type} has no norm of "
             "queries and keys, so that keys in FP8 without scales are wrong; leave out "
             "--kv-cache-dtype, and give a server more GPUs (sglang.gpus_per_server)"
+        )
+
+
+def check_correction(mismatch: MismatchConfig, objective: Objective) -> None:
+    """UserError: a loss that has the ratio to the rollout policy would get it as a weight too."""
+    masks = mismatch.correction in ("none", "geo_rs") or (
+        mismatch.accepted == "one" and not mismatch.correction.endswith("tis")
+    )
+    if objective.from_rollout and not masks:
+        raise UserError(
+            f"mismatch.correction={mismatch.correction} would weigh by the ratio to the rollout "
+            f"policy once more, after loss.name={objective.name}; set mismatch.correction=none, or "
+            "a mask with mismatch.accepted=one"
         )
 
 

@@ -36,7 +36,7 @@ class Objective:
     """A loss, the plan that prepares it, and what trainer, head and tables must know of it.
 
     `weighted`: the loss applies `tokens.weight` itself. `corrects`: it applies `tokens.correction`
-    itself, to its surrogate alone.
+    itself, to its surrogate alone. `from_rollout`: its ratio starts at the rollout policy.
     `needs` names what a batch must hold beyond log-probs and advantages. `reweight` composes
     another objective's weights with this loss. `passes`: the settings of each update, if a batch is
     trained in several updates that have different ones. `tempering`: a function of the last plan's
@@ -56,6 +56,7 @@ class Objective:
     entropy_gradient: bool = False
     weighted: bool = False
     corrects: bool = False
+    from_rollout: bool = False
     needs: tuple[str, ...] = ()
     reweight: Objective | None = None
     passes: tuple[Mapping[str, Any], ...] = ({},)

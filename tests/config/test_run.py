@@ -78,6 +78,14 @@ def test_every_rule_is_of_settings_and_the_defaults_break_none() -> None:
             "adapters.merge=false is not possible with sglang.router_url=http://a; set "
             "adapters.merge=true or sglang.router_url=''",
         ),
+        (
+            ["loss.adaptive=true", "loss.reweight_w=4"],
+            "loss.reweight_w=4, at which W starts, is above loss.w_max=1.5; raise the bound",
+        ),
+        (
+            ["loss.adaptive=true", "loss.reweight_m=0.4"],
+            "loss.reweight_m=0.4, at which M starts, is below loss.m_min=0.5; lower the bound",
+        ),
     ],
 )
 def test_a_refusal_names_settings_values_and_remedy(overrides: list[str], message: str) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.config import Config, UserError, override
-from megatron_stare.loop.resolve import check_cache, check_reference_tokens
+from megatron_stare.loop.resolve import check_cache, check_correction, check_reference_tokens
+from megatron_stare.losses import objective_of
 from megatron_stare.policy.build import read_hf_config
 from tests.tiny_models import byte_tokenizer, save_tokenizer, tiny_config, write_checkpoint
 
@@ -27,6 +28,31 @@ def test_an_fp8_cache_needs_a_norm_of_queries_and_keys(written: str, family: str
             check_cache(config, hf)
     else:
         check_cache(config, hf)
+
+
+@pytest.mark.parametrize(
+    ("loss", "correction", "refused"),
+    [
+        ("dppo_kl", ["token_tis"], True),
+        ("dppo", ["icepop"], True),
+        ("dppo", ["sequence_tis", "mismatch.accepted=one"], True),
+        ("dppo", ["icepop", "mismatch.accepted=one"], False),
+        ("dppo", ["geo_rs"], False),
+        ("stare", ["token_tis"], False),
+    ],
+)
+def test_a_ratio_to_the_rollout_policy_is_applied_once(
+    loss: str, correction: list[str], refused: bool
+):
+    method, *others = correction
+    words = [f"loss.name={loss}", f"mismatch.correction={method}", *others]
+    config = override(Config(), words)
+    objective = objective_of(config.loss)
+    if refused:
+        with pytest.raises(UserError, match=f"mismatch.correction={method} would weigh .*{loss}"):
+            check_correction(config.mismatch, objective)
+    else:
+        check_correction(config.mismatch, objective)
 
 
 def test_a_teacher_reads_the_policys_tokens(tmp_path: Path):

@@ -21,6 +21,7 @@ PUBLISHED_DELTA = {"tv": 0.15, "kl": 0.05}
     family="divergence",
     source="2602.04879",
     aggregation="seq-mean-token-sum-norm",
+    from_rollout=True,
     needs=("rollout_log_prob",),
 )
 def dppo(

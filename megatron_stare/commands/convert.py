@@ -16,12 +16,13 @@ from megatron_stare.policy.checkpoints.checkpoints import BEST, LATEST, verify
 from megatron_stare.policy.conversion import convert, verification
 from megatron_stare.policy.conversion.gguf import gguf_to_hf
 from megatron_stare.policy.conversion.megatron_files import stored_adapters
+from megatron_stare.policy.conversion.tiktoken import tiktoken_to_hf
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.live import progress
 
 TO_MEGATRON, TO_HF, OF_GGUF = "hf-to-megatron", "megatron-to-hf", "gguf-to-hf"
-TO_PEFT = "megatron-to-peft"
+TO_PEFT, OF_TIKTOKEN = "megatron-to-peft", "tiktoken-to-hf"
 # Texts that --verify runs through both models where --prompts names no file.
 PROMPTS = (
     "Find the sum of all positive integers n for which n^2 + 19n + 99 is a perfect square.",
@@ -45,9 +46,14 @@ def run(
     """Convert; the exit code: 0, or 1 where --verify found a difference."""
     if base is not None and direction != TO_HF:
         raise UserError(f"--base belongs to {TO_HF} of adapters or of Qwen3.5; leave it out")
+    if direction in (OF_GGUF, OF_TIKTOKEN) and verify_it:
+        raise UserError(f"--verify compares Megatron checkpoints; {direction} has none")
+    if direction == OF_TIKTOKEN:
+        if dtype:
+            raise UserError(f"--dtype {dtype}: a tokenizer has no weights; leave it out")
+        print(f"written: a tokenizer of {tiktoken_to_hf(source, target):,} tokens in {target}")
+        return 0
     if direction == OF_GGUF:
-        if verify_it:
-            raise UserError("--verify compares Megatron checkpoints; gguf-to-hf has none")
         written = gguf_to_hf(source, target, build.DTYPES[dtype or "fp32"])
         print(f"written: {target} ({written / 1e6:,.1f} MB)")
         return 0

@@ -39,18 +39,27 @@ MODELS = {
     )
 }
 
+DIRECTIONS = [
+    "hf-to-megatron", "megatron-to-hf", "megatron-to-peft", "gguf-to-hf", "tiktoken-to-hf",
+]  # fmt: skip
+
 
 @command(
     "convert",
     "convert checkpoints between Hugging Face and Megatron, or a GGUF file to Hugging Face",
     argument(
         "direction",
-        choices=["hf-to-megatron", "megatron-to-hf", "megatron-to-peft", "gguf-to-hf"],
+        choices=DIRECTIONS,
     ),
     argument(
         "checkpoint", metavar="SOURCE", type=Path, help="a model, a run, a checkpoint, a file"
     ),
-    argument("target", metavar="TARGET", type=Path, help="a directory that does not exist yet"),
+    argument(
+        "target",
+        metavar="TARGET",
+        type=Path,
+        help="a directory that does not exist yet; of tiktoken-to-hf the model's own",
+    ),
     argument("--dtype", choices=["fp32", "bf16"], default="", help="default: that of SOURCE"),
     argument("--verify", action="store_true", help="compare every byte and both models' logits"),
     argument("--prompts", default="", help="with --verify: a text file, one prompt per line"),
@@ -63,6 +72,7 @@ MODELS = {
         "convert megatron-to-hf runs/mine exported",
         "convert megatron-to-peft runs/lora adapters",
         "convert gguf-to-hf model.gguf models/mine",
+        "convert tiktoken-to-hf models/moonlight models/moonlight",
     ),
 )
 def _convert(options: argparse.Namespace) -> int:

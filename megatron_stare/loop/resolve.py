@@ -318,6 +318,12 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     The files are looked for first: transformers makes up an empty tokenizer where they are missing.
     """
     if not has_tokenizer(directory):
+        if (Path(directory) / "tiktoken.model").is_file():
+            raise UserError(
+                f"{directory}: only Python code of the model reads its tiktoken.model, and no such "
+                "code runs here; make a tokenizer.json of it: python -m megatron_stare convert "
+                f"tiktoken-to-hf {directory} {directory}"
+            )
         raise UserError(
             f"{directory}: no tokenizer there; copy tokenizer.json and tokenizer_config.json to it"
         )

@@ -105,6 +105,8 @@ RECIPE_TESTS = {
     "serve": "tests/docs/test_docs_servers.py::test_the_commands_for_attached_servers_run",
     "train": "tests/recipes/test_published_dry_runs.py::test_two_steps_without_a_server",
     "evaluate": "tests/loop/test_evaluation.py",
+    "convert tiktoken-to-hf": "tests/policy/conversion/test_tiktoken.py"
+    "::test_ids_are_those_of_tiktoken",
     "convert": "tests/policy/conversion/test_convert.py",
 }
 # Other tests run these commands on small models; test_pages_planner checks their words.
@@ -186,6 +188,7 @@ EVALUATION = {
 ROUNDED = Elsewhere(
     "tests/policy/test_experts_rounded.py::test_an_fp8_checkpoint_holds_the_trained_weights"
 )
+MOONLIGHT = "models/Moonlight-16B-A3B-Instruct"
 QUANTIZATION = {
     "pip install -e '.[gguf]'": Elsewhere(
         "tests/docs/test_docs_commands.py::test_the_extra_that_a_page_installs_is_there"
@@ -195,6 +198,9 @@ QUANTIZATION = {
     ),
     f"{PYTHON} convert gguf-to-hf model.gguf models/mine": Elsewhere(
         "tests/commands/test_models_fetch.py::test_a_gguf_file_is_converted_by_the_command"
+    ),
+    f"{PYTHON} convert tiktoken-to-hf {MOONLIGHT} {MOONLIGHT}": Elsewhere(
+        "tests/policy/conversion/test_tiktoken.py::test_ids_are_those_of_tiktoken"
     ),
     "pip install -e '.[tracking]'": Elsewhere(
         "tests/docs/test_docs_commands.py::test_the_extra_that_a_page_installs_is_there"

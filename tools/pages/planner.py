@@ -134,7 +134,8 @@ def commands(name: str, config: Config, cluster: Cluster) -> list[str]:
             f"torchrun --nnodes {nodes} --nproc-per-node {ranks} --rdzv-backend c10d "
             "--rdzv-endpoint node1:29500 -m megatron_stare"
         )
-    serve = []
+    serve, place = [], config.policy.hf_checkpoint
+    tokenizer = f"python -m megatron_stare convert tiktoken-to-hf {place} {place}"
     where = SERVER
     if cluster.nodes > 1:
         serve = [
@@ -142,7 +143,8 @@ def commands(name: str, config: Config, cluster: Cluster) -> list[str]:
         ]
         where = f"'sglang.urls=[{','.join(_urls(config, cluster))}]'"
     return [
-        f"hf download {origin}/{model} --local-dir {config.policy.hf_checkpoint}",
+        f"hf download {origin}/{model} --local-dir {place}",
+        *([tokenizer] if model.startswith("Moonlight") else []),
         f"python -m megatron_stare doctor {name}",
         f"python -m megatron_stare plan {name}",
         *serve,

@@ -73,6 +73,7 @@ def opened(browser, reports):
         context = browser.new_context(viewport={"width": 1280, "height": 900}, **settings)
         contexts.append(context)
         page = context.new_page()
+        page.set_default_timeout(180_000)  # of milliseconds: a busy machine is slow
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))

@@ -12,7 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from megatron_stare.collect.judging import build_judge
 from megatron_stare.collect.resampling import find_method
@@ -316,6 +321,9 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     """The tokenizer of an HF directory; UserError where there is none.
 
     The files are looked for first: transformers makes up an empty tokenizer where they are missing.
+    tokenizer.json is loaded as it is: AutoTokenizer takes the class that tokenizer_config.json
+    names, and in transformers 5 the class LlamaTokenizer replaces the parts that split text. A
+    byte-level tokenizer under this name, as in DeepSeek-R1-Distill-Llama, then loses all spaces.
     """
     if not has_tokenizer(directory):
         if (Path(directory) / "tiktoken.model").is_file():
@@ -327,8 +335,10 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
         raise UserError(
             f"{directory}: no tokenizer there; copy tokenizer.json and tokenizer_config.json to it"
         )
+    whole = (Path(directory) / _TOKENIZER_FILES[0]).is_file()
+    reader = PreTrainedTokenizerFast if whole else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return reader.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(

@@ -6,9 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_stare.config import Config, UserError, override
-from megatron_stare.loop.resolve import check_cache, check_correction, check_reference_tokens
+from megatron_stare.loop.resolve import (
+    check_cache,
+    check_correction,
+    check_reference_tokens,
+    load_tokenizer,
+)
 from megatron_stare.losses import objective_of
 from megatron_stare.policy.build import read_hf_config
 from tests.tiny_models import byte_tokenizer, save_tokenizer, tiny_config, write_checkpoint
@@ -79,3 +85,31 @@ def test_a_teacher_reads_the_policys_tokens(tmp_path: Path):
         check(teacher("smaller", 200))
     with pytest.raises(UserError, match=r"another tokenizer: 2 tokens have other ids"):
         check(teacher("other", 257, ids=2))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "deepseek_v3", "mistral"])
+@pytest.mark.parametrize(
+    "named", ["LlamaTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer", ""]
+)
+def test_a_byte_level_tokenizer_is_read_as_it_is(family: str, named: str, tmp_path: Path):
+    """Whatever class its config names; digits are split in threes, as no such class does."""
+    text = "theorem (a b): a + b = 12345;\n\n  caf\u00e9, it's"
+    whole = Tokenizer(models.BPE())
+    whole.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\s?\p{L}+|\s+|."), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    whole.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    learning = trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
+    whole.train_from_iterator([text] * 3, learning)
+    whole.save(str(tmp_path / "tokenizer.json"))
+    tiny_config(family, vocab_size=290).save_pretrained(tmp_path)
+    content = {"tokenizer_class": named} if named else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(tmp_path))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids == whole.encode(text).ids and tokenizer.decode(ids) == text
+    assert "123" in tokenizer.convert_ids_to_tokens(ids)

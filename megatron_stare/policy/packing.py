@@ -73,12 +73,17 @@ def pack(
     Sequences are balanced over data ranks, and over a rank's micro-batches, by what they cost. All
     data ranks get equally many micro-batches; one without a sequence joins every collective and
     adds nothing. A sequence over the budget is never cut: UserError, or a micro-batch of its own by
-    policy.on_long_sequence.
+    policy.on_long_sequence. UserError also: a prompt has no token, which would predict the next.
 
     `routing`: of a model with experts. Where policy.routing_replay=rollout the choices that the
     rollouts have come along, of all its layers.
     """
     trained = trained_sequences(groups)
+    for group in (each.group for each in trained if not each.group.prompt_length):
+        raise UserError(
+            f"prompt {group.prompt.index} has no token, so that nothing predicts the first token "
+            "of its response; give every prompt some text"
+        )
     length_n = numpy.array(
         [each.group.prompt_length + each.rollout.length - 1 for each in trained], numpy.int64
     )

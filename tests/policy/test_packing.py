@@ -458,6 +458,13 @@ def test_a_sequence_over_the_budget_is_refused_and_never_cut() -> None:
         everywhere(groups_of([(2, [1] * 40)]), PolicyConfig(max_tokens_per_gpu=40))
 
 
+def test_a_prompt_without_a_token_is_refused() -> None:
+    """Else the last position of another sequence would predict its response's first token."""
+    groups = groups_of([(2, [1, 1]), (0, [1, 1])])
+    with pytest.raises(UserError, match=r"prompt 1 has no token.*give every prompt some text"):
+        everywhere(groups, PolicyConfig(max_tokens_per_gpu=40))
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_sequence_over_the_budget_may_have_its_own_micro_batch(packed: bool) -> None:
     groups = groups_of([(2, [1] * 4), (2, [1] * 90), (2, [1] * 5)])

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -193,7 +194,7 @@ def to_host(optimizer: Any, runnable: list[Any], block: Tensor) -> Tensor:
     owned = list(_owned(optimizer))
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in owned]
     if block.numel() < sum(sizes):
-        block = _pinned(sum(sizes), block)
+        block = _pinned(sum(sizes))
     for tensor, part in zip(owned, block[: sum(sizes)].split(sizes), strict=True):
         host = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         tensor.data = host.copy_(tensor.detach())
@@ -201,17 +202,16 @@ def to_host(optimizer: Any, runnable: list[Any], block: Tensor) -> Tensor:
     return block
 
 
-def _pinned(size: int, old: Tensor) -> Tensor:
-    """A block of host memory in the place of `old`. With CUDA it is registered: torch's own pinned
-    memory has a power of two of bytes, up to twice what is asked for.
+def _pinned(size: int) -> Tensor:
+    """A block of host memory. With CUDA it is registered as long as it lives: torch's own pinned
+    memory has a power of two of bytes, up to twice what is asked for, and memory that is freed
+    while it is registered stays pinned, at an address that cannot be registered again.
     """
-    on_gpu = torch.cuda.is_available()
-    cudart: Any = torch.cuda.cudart() if on_gpu else None
-    if on_gpu and old.numel():
-        torch.cuda.check_error(cudart.cudaHostUnregister(old.data_ptr()))
     block = torch.empty(size, dtype=torch.uint8, device="cpu")
-    if on_gpu and size:
+    if torch.cuda.is_available() and size:
+        cudart: Any = torch.cuda.cudart()
         torch.cuda.check_error(cudart.cudaHostRegister(block.data_ptr(), size, 0))
+        weakref.finalize(block, cudart.cudaHostUnregister, block.data_ptr()).atexit = False
     return block
 
 

@@ -250,29 +250,38 @@ def agreed[T](topology: Topology, work: Callable[[], T]) -> list[T]:
 
 def release_workspaces() -> None:
     """Give device memory back that holds nothing between updates: Megatron's buffer of gathered
-    sequences, cuBLAS's workspaces, and the blocks that the allocator keeps for later.
+    sequences and its tables of rotary angles (of up to 32 lengths, 16 MiB each for 32k positions of
+    width 128), cuBLAS's workspaces, and the blocks that the allocator keeps for later.
     """
     runtime.prepare()
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.get_global_memory_buffer().buffer.clear()
+        _forget_angles()
     if torch.cuda.is_available():
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 
 def stop() -> None:
-    """Leave the process group; a later `start` may join another."""
+    """Leave the process group, if there is one; a later `start` may join another."""
+    if not dist.is_initialized():
+        return
     from megatron.core import parallel_state
+
+    _forget_angles()  # their keys are modules, which have process groups
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _forget_angles() -> None:
+    """Empty Megatron's caches of rotary angles."""
     from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
-        embedding.forward.cache_clear()  # has modules for keys, and they have process groups
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        embedding.forward.cache_clear()
 
 
 def _world() -> ProcessGroup:
@@ -352,7 +361,7 @@ def _connect() -> None:
 def _join(world_size: int) -> None:
     backend = "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_own_gpu())
         backend = BOTH_BACKENDS
     hook = sys.excepthook
     alone: dict[str, Any] = {}
@@ -361,3 +370,15 @@ def _join(world_size: int) -> None:
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **alone)
     if hook.__module__ == dist.distributed_c10d.__name__:
         sys.excepthook = hook  # each call wraps the last one's, which writes [rank0]: once more
+
+
+def _own_gpu() -> int:
+    """The number of this rank's GPU on its node. UserError: the node has fewer."""
+    number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= count:
+        raise UserError(
+            f"rank {number} of this node has no GPU: torch sees {count} "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}); lower "
+            "torchrun's --nproc-per-node, or give the process more GPUs"
+        )
+    return number

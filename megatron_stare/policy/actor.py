@@ -81,14 +81,15 @@ class Actor(PolicyModel):
         """Free device memory for the rollout engine until the next update. No bit of the update
         changes.
 
-        With colocated servers the gradient buffers are freed: they hold nothing between updates.
-        With policy.offload_while_generating the optimizer's state also moves to host memory. The
-        weights stay, because a server that restarts in the meantime receives them.
+        With colocated servers the gradient buffers are freed. With policy.offload_while_generating
+        they are too, and the optimizer's state moves to host memory. The weights stay, because a
+        server that restarts in the meantime receives them.
         """
         if self.policy.offload_while_generating and not self.is_on_host:
-            self._host_block = to_host(self.optimizer, self.runnable, self._host_block)
+            self._host_block = to_host(self.optimizer, self._host_block)
             self.is_on_host = True
-        elif self.config.rollout.engine == "sglang" and self.config.sglang.colocated:
+        colocated = self.config.rollout.engine == "sglang" and self.config.sglang.colocated
+        if self.is_on_host or colocated:
             free_gradients(self.runnable)
 
     def update(
@@ -101,7 +102,7 @@ class Actor(PolicyModel):
         not finite the metrics are empty, and weights, optimizer and schedule are unchanged.
         """
         if self.is_on_host:
-            to_device(self.optimizer, self.runnable)
+            to_device(self.optimizer)
             self.is_on_host = False
         restore_gradients(self.runnable)
         found = self._gradient(batch, loss, signals)

@@ -184,10 +184,10 @@ def mains(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
             yield owner.get(id(main), main), 0, main
 
 
-def to_host(optimizer: Any, runnable: list[Any], block: Tensor) -> Tensor:
-    """Move the optimizer's moments and fp32 copies to host memory, and free the gradient buffers,
-    which hold nothing between updates. Weights stay. All tensors lie in one block: `block`, the
-    result of the last call, if they fit into it, else a new one, which is returned.
+def to_host(optimizer: Any, block: Tensor) -> Tensor:
+    """Move the optimizer's moments and fp32 copies to host memory; weights stay. All tensors lie in
+    one block: `block`, the result of the last call, if they fit into it, else a new one, which is
+    returned.
 
     Megatron's own `offload_to_cpu` would take fp32 weights along, out of their buffers.
     """
@@ -198,7 +198,6 @@ def to_host(optimizer: Any, runnable: list[Any], block: Tensor) -> Tensor:
     for tensor, part in zip(owned, block[: sum(sizes)].split(sizes), strict=True):
         host = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         tensor.data = host.copy_(tensor.detach())
-    free_gradients(runnable)
     return block
 
 
@@ -215,15 +214,14 @@ def _pinned(size: int) -> Tensor:
     return block
 
 
-def to_device(optimizer: Any, runnable: list[Any]) -> None:
-    """Bring back what `to_host` moved, out of its block; gradient buffers are zero."""
+def to_device(optimizer: Any) -> None:
+    """Bring back what `to_host` moved, out of its block."""
     for tensor in _owned(optimizer):
         tensor.data = tensor.data.to(runtime.device(), copy=True)
-    restore_gradients(runnable)
 
 
 def free_gradients(runnable: list[Any]) -> None:
-    """Give back the gradient buffers' memory; freed ones stay so."""
+    """Give back the memory of the gradient buffers, which hold nothing between updates."""
     for chunk in runnable:
         chunk.offload_grad_buffers()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_stare.config import Config
 from megatron_stare.numerics.sequences import sequence_scan, sequence_sum
-from megatron_stare.policy import layout
+from megatron_stare.policy import layout, runtime
 from megatron_stare.policy.head import HeadContext, HeadOutput
 from megatron_stare.policy.huggingface.fp8_weights import RoundedWeights
 from megatron_stare.policy.model import PolicyModel
@@ -229,10 +229,11 @@ class Actor(PolicyModel):
             for chunk in self.runnable
             for buffer in chunk.buffers + chunk.expert_parallel_buffers
         ]
-        largest = torch.stack(
-            [torch.linalg.vector_norm(buffer.grad_data, float("inf")) for buffer in buffers]
-        )
-        broken = (~torch.isfinite(largest)).any().int()
+        largest = [torch.linalg.vector_norm(each.grad_data, float("inf")) for each in buffers]
+        largest.append(
+            torch.zeros((), device=runtime.device())
+        )  # a stage without adapters has none
+        broken = (~torch.isfinite(torch.stack(largest))).any().int()
         dist.all_reduce(broken, op=dist.ReduceOp.MAX)
         return not broken
 

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_stare.config import UserError
 from megatron_stare.policy.topology import Topology
 
-# TransformerEngine's state other than weights (fp8 scales); that of grouped experts is numbered.
 _MODEL = "model"  # and its number: a chunk's part of the state
 # Beginnings of the names of tensors that a run's checkpoint holds besides the model.
 LOOP_PREFIX, REFERENCE_PREFIX = "loop.", "reference."
 TRAINING_PREFIXES = ("optimizer.", "chained_", LOOP_PREFIX, REFERENCE_PREFIX)
+# TransformerEngine's state other than weights (fp8 scales); that of grouped experts is numbered.
 _EXTRA_STATE = re.compile(r".*_extra_state\d*")
 _UNPICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 _ONLY_DATA = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -89,10 +89,9 @@ def fill(chunks: list[Any], state: dict[str, Any], *, scales: bool, prefix: str 
     delayed fp8 are pickles, which TransformerEngine unpickles only if they are trusted.
     """
     for number, chunk in enumerate(chunks):
+        found = state.get(f"{prefix}{_MODEL}{number}", {})  # Megatron drops what is empty
         content = {
-            key: value
-            for key, value in state[f"{prefix}{_MODEL}{number}"].items()
-            if scales or not _EXTRA_STATE.fullmatch(key)
+            key: value for key, value in found.items() if scales or not _EXTRA_STATE.fullmatch(key)
         }
         with _environment(_UNPICKLE) if scales else contextlib.nullcontext():
             missing, unexpected = chunk.load_state_dict(content, strict=False)

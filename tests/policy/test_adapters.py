@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_stare.config import AdaptersConfig, PolicyConfig, UserError
 from megatron_stare.policy import build, model_state
-from megatron_stare.policy.adapters import AdaptedWeights, check
+from megatron_stare.policy.adapters import AdaptedWeights, adapters_of, check
 from megatron_stare.policy.checkpoints import actor_state
 from megatron_stare.policy.huggingface.peft_files import SIDES, projections
 from tests.distributed import run_distributed
@@ -108,6 +108,24 @@ def test_adapters_are_gathered_whole_under_every_layout(tmp_path: Path) -> None:
     for rank in run_distributed(gathered, 2, str(tmp_path), ("TP2", "PP2", "DP2")):
         for name, found in rank.items():
             assert same(found, alone["own"]), name
+
+
+def of_one_stage(rank: int, world_size: int, folder: str) -> int:
+    options = (RANK, PP, "adapters.targets=up", "adapters.experts=none")
+    actor = actor_of(Path(folder) / "model", "bf16", options)
+    update(actor)
+    content = whole(actor)
+    save(actor, Path(folder) / "checkpoint")
+    actor = actor_of(Path(folder) / "model", "bf16", options)
+    actor_state.into_actor(actor, Path(folder) / "checkpoint")
+    assert same(whole(actor), content)
+    return len(adapters_of(actor.chunks))
+
+
+def test_a_pipeline_stage_may_have_no_adapter(tmp_path: Path) -> None:
+    config = tiny_config("qwen3_moe", num_hidden_layers=4, mlp_only_layers=[0])
+    write_checkpoint(tmp_path / "model", config)
+    assert run_distributed(of_one_stage, 2, str(tmp_path)) == [1, 0]
 
 
 def refused(rank: int, world_size: int, folder: str) -> list[str]:

@@ -230,9 +230,8 @@ class Actor(PolicyModel):
             for buffer in chunk.buffers + chunk.expert_parallel_buffers
         ]
         largest = [torch.linalg.vector_norm(each.grad_data, float("inf")) for each in buffers]
-        largest.append(
-            torch.zeros((), device=runtime.device())
-        )  # a stage without adapters has none
+        # A pipeline stage without adapters has no buffer.
+        largest.append(torch.zeros((), device=runtime.device()))
         broken = (~torch.isfinite(torch.stack(largest))).any().int()
         dist.all_reduce(broken, op=dist.ReduceOp.MAX)
         return not broken

@@ -202,7 +202,7 @@ def to_host(optimizer: Any, block: Tensor) -> Tensor:
 
 
 def _pinned(size: int) -> Tensor:
-    """A block of host memory. With CUDA it is registered as long as it lives: torch's own pinned
+    """A block of host memory. With CUDA it is registered as long as it exists: torch's own pinned
     memory has a power of two of bytes, up to twice what is asked for, and memory that is freed
     while it is registered stays pinned, at an address that cannot be registered again.
     """

@@ -47,7 +47,7 @@ def test_weights_stay_and_so_does_an_optimizer_without_offload(
     assert not any(buffer.any() for buffer in buffers)
 
 
-def test_a_block_of_host_memory_is_registered_while_it_lives() -> None:
+def test_a_block_of_host_memory_is_registered_while_it_exists() -> None:
     block = optimizer._pinned(1 << 16)
     address, view = block.data_ptr(), block[:8]
     assert block.is_pinned() and view.is_pinned()

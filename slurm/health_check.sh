@@ -31,8 +31,11 @@ case ${address:-none} in
         fault "its name $(hostname) resolves to ${address:-no address}; correct /etc/hosts, or set GLOO_SOCKET_IFNAME"; fi ;;
 esac
 
+# Where no cgroup hides them, nvidia-smi shows other jobs' GPUs too.
+case ${CUDA_VISIBLE_DEVICES:-} in [0-9]* | GPU-*) own=(--id="$CUDA_VISIBLE_DEVICES") ;; *) own=() ;; esac
+
 # smi QUERY: one line of nvidia-smi for each GPU
-smi() { timeout 60 nvidia-smi "--query-$1=$2" --format=csv,noheader,nounits 2>/dev/null; }
+smi() { timeout 60 nvidia-smi "${own[@]}" "--query-$1=$2" --format=csv,noheader,nounits 2>/dev/null; }
 
 if [ "${GPUS_PER_NODE:-0}" -gt 0 ]; then
     driver=$(smi gpu driver_version | head -n 1)

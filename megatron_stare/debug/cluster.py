@@ -119,19 +119,29 @@ def _bandwidth(topology: Topology) -> Finding:
     return judged(rate >= least, "bandwidth", found, remedy)
 
 
-def slowest_seconds(work: Callable[[], object]) -> float:
-    """The median seconds of a collective on the slowest rank, after one that opens the connections.
-    The call is collective.
-    """
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def median_seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """The median over `rounds`, after one that warms up, as opening connections."""
     seconds = []
-    for _ in range(ROUNDS + 1):
-        dist.barrier()
+    for _ in range(rounds + 1):
+        if dist.is_initialized():
+            dist.barrier()
+        synchronize()
         begin = time.perf_counter()
         work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        synchronize()
         seconds.append(time.perf_counter() - begin)
-    slowest = torch.tensor([statistics.median(seconds[1:])], device=runtime.device())
+    return statistics.median(seconds[1:])
+
+
+def slowest_seconds(work: Callable[[], object]) -> float:
+    """The median seconds of a collective on the slowest rank. The call is collective."""
+    slowest = torch.tensor([median_seconds(work)], device=runtime.device())
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest)
 

@@ -12,14 +12,15 @@ import pytest
 
 from tests.paths import ROOT
 
-SMI = """case "$*" in
+SMI = """rows() { case "$*" in
     *index*) printf '0\\n1\\n' ;;
     *driver_version*) echo "${DRIVER:-580.65.06}" ;;
     *ecc*) printf '0\\n%s\\n' "${ECC:-0}" ;;
     *pending*) printf '0\\n%s\\n' "${REMAP:-0}" ;;
     *memory.used*) printf '4\\n%s\\n' "${USED:-4}" ;;
     -q) printf '    Fabric\\n        State                 : %s\\n' "${FABRIC:-Completed}" ;;
-esac"""
+esac; }
+case "$*" in *--id=0*) rows "$@" | head -n 1 ;; *) rows "$@" ;; esac"""
 PYTHON = """case "$*" in *device_count*) echo "${TORCH:-2} 13.0" ;; esac"""
 PROGRAMS = {
     "nvidia-smi": SMI,
@@ -72,6 +73,12 @@ def check(folder: Path, state: str = "4: ACTIVE", **environment: str) -> tuple[i
 
 def test_a_healthy_node_says_nothing(tmp_path: Path) -> None:
     assert check(tmp_path) == (0, "")
+
+
+def test_gpus_that_the_job_may_not_use_are_no_fault(tmp_path: Path) -> None:
+    """Where no cgroup hides them, nvidia-smi shows the GPUs of other jobs."""
+    mine = {"CUDA_VISIBLE_DEVICES": "0", "GPUS_PER_NODE": "1", "TORCH": "1"}
+    assert check(tmp_path, **mine, USED="40000", ECC="3") == (0, "")
 
 
 @pytest.mark.parametrize("fault", FAULTS)

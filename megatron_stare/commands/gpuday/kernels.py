@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch import Tensor
 from megatron_stare.commands.gpuday.rows import Day, Measurement, at_least, at_most, holds, within
 from megatron_stare.commands.gpuday.stages import checkout, succeeds
 from megatron_stare.config import PolicyConfig
+from megatron_stare.debug.cluster import median_seconds
 from megatron_stare.numerics.fused_loss import fused_loss
 from megatron_stare.numerics.hashes import tile_total
 from megatron_stare.numerics.token_stats import VocabShard, token_stats
@@ -34,7 +33,7 @@ from megatron_stare.policy.tuning import hardware, workspace_bytes
 # a rehearsal.
 RANK, WHOLE = (8704, 5120, 18992), (34816, 4096, 151936)
 TIMED, SMALL = (8192, 4096, 151936), (64, 32, 512)
-SAMPLED, ROUNDS = 256, 10
+SAMPLED = 256
 MOST_NATS, MOST_RELATIVE = 0.2, 0.03  # logits are bf16: half a step of 2^-4 for logits up to 16
 TOKENS = 8704  # a micro-batch of the 32B recipes
 # Of one 32B layer under TP8: inputs and outputs of qkv, projection, gate and up, down.
@@ -45,22 +44,7 @@ SEQUENCE, HEADS = 32768, 5
 PRODUCTS_SHARE, MLP_SHARE = 0.75, 0.62
 
 
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """The median over ROUNDS, after two that warm up."""
-    found = []
-    for _ in range(ROUNDS + 2):
-        synchronize()
-        begin = time.perf_counter()
-        work()
-        synchronize()
-        found.append(time.perf_counter() - begin)
-    return max(statistics.median(found[2:]), 1e-9)
+seconds = functools.partial(median_seconds, rounds=10)
 
 
 def peak_bytes(work: Callable[[], object]) -> float:

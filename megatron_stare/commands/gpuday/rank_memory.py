@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stare.commands.gpuday.kernels import peak_bytes, synchronize
+from megatron_stare.commands.gpuday.kernels import peak_bytes
 from megatron_stare.commands.gpuday.models import made_up_groups, model_of
 from megatron_stare.commands.gpuday.rows import Day, Measurement, at_least, at_most, holds
 from megatron_stare.config import Config, override
+from megatron_stare.debug.cluster import synchronize
 from megatron_stare.losses import find_objective
 from megatron_stare.numerics.selection import Across
 from megatron_stare.planning.machine import H100

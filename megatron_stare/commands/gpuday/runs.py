@@ -42,6 +42,7 @@ from megatron_stare.commands.gpuday.stages import (
     kill,
     last_line,
     succeeds,
+    text_of,
 )
 from megatron_stare.config import Config, override
 from megatron_stare.http_client import authorization, session
@@ -59,8 +60,10 @@ from megatron_stare.rollout.sglang.access import api_key
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.sync.served_engine import served_model
 
-RUN_SECONDS, JOB_SECONDS = 540.0, 3600.0  # until a run, or a job with its queue, comes to a state
+# Seconds until a run, or a job with its queue, comes to a state; and between two looks at it.
+OF_A_RUN, OF_A_JOB = (540.0, 0.005), (3600.0, 2.0)
 Rows = list[dict[str, Any]]  # lines of metrics.jsonl
+State = Callable[[], bool]
 
 
 class ShortRun:
@@ -77,8 +80,8 @@ class ShortRun:
         self.log.unlink(missing_ok=True)
         small, self.apart = day.rehearsal, 0 if day.rehearsal else servers or 0
         self.ranks = 1 if small else max(1, day.gpus - self.apart)
-        if self.apart and day.gpus >= 8:
-            self.ranks = 4
+        if self.ranks > 4:  # replicas of TP4
+            self.ranks -= self.ranks % 4
         batch, samples, length = (2, 4, 12) if small else (8, 8, 1024)
         self.settings = [
             f"policy.hf_checkpoint={model_of(day)}",
@@ -110,11 +113,16 @@ class ShortRun:
     def config(self) -> Config:
         return override(Config(), self.settings)
 
-    def command(self, name: str = "train") -> list[str]:
-        """The command `name` of the package on the run's configuration."""
+    @property
+    def source(self) -> str:
+        """A YAML file that sets nothing."""
         file = self.directory.with_suffix(".yaml")
         file.write_text("{}\n")
-        return self.on_ranks(name, str(file), *self.settings)
+        return str(file)
+
+    def command(self, name: str = "train") -> list[str]:
+        """The command `name` of the package on the run's configuration."""
+        return self.on_ranks(name, self.source, *self.settings)
 
     def on_ranks(self, *words: str) -> list[str]:
         """The command of the package that these words are, on every rank of the run."""
@@ -150,9 +158,9 @@ class ShortRun:
         """Wait until `step` is written. RuntimeError: it does not come."""
         self.wait(process, f"step {step}", lambda: len(self.rows()) >= step)
 
-    def wait(self, process: psutil.Popen, what: str, come: Callable[[], bool]) -> None:
+    def wait(self, process: psutil.Popen, what: str, come: State) -> None:
         """Wait for a state. RuntimeError: the run ended, or it takes too long."""
-        _wait(what, come, lambda: process.poll() is not None, self.log, RUN_SECONDS, 0.005)
+        _wait(what, come, lambda: process.poll() is not None, self.log, *OF_A_RUN)
 
     def plan(self, rows: Rows) -> RunPlan:
         """The plan of the run, for responses of the rows' length."""
@@ -161,20 +169,12 @@ class ShortRun:
         return make_plan(self.config, Cluster(self.ranks, apart), response_tokens=length)
 
 
-def _wait(
-    what: str,
-    come: Callable[[], bool],
-    over: Callable[[], bool],
-    log: Path,
-    limit: float,
-    pause: float,
-) -> None:
+def _wait(what: str, come: State, over: State, log: Path, limit: float, pause: float) -> None:
     """Wait for a state. RuntimeError: all is over before, or it takes more seconds than `limit`."""
     deadline = time.monotonic() + limit
     while not come():
         if (over() and not come()) or time.monotonic() > deadline:
-            said = log.read_text(errors="replace") if log.is_file() else ""
-            raise RuntimeError(f"no {what}; the last line of {log}: {last_line(said)}")
+            raise RuntimeError(f"no {what}; the last line of {log}: {last_line(text_of(log))}")
         time.sleep(pause)
 
 
@@ -200,8 +200,8 @@ def transports(day: Day) -> Iterator[Measurement]:
         wrong = sum(row.get("engine_corrupt_syncs", 0) for row in rows)
         yield holds(f"{method}: checksums are equal", wrong == 0, f"{wrong:g} corrupt syncs")
         if method == "broadcast" and not day.rehearsal:
-            said = short.log.read_text(errors="replace")
-            yield holds("broadcast: over NCCL, not gloo", "broadcast over gloo" not in said)
+            over_nccl = "broadcast over gloo" not in text_of(short.log)
+            yield holds("broadcast: over NCCL, not gloo", over_nccl)
         serving, spent = short.plan(rows).serving, median(rows, "seconds_sync")
         assert serving is not None
         yield at_most(f"{method}: seconds of a sync", spent, serving.sync_seconds, "s")
@@ -252,8 +252,7 @@ def faults(day: Day) -> Iterator[Measurement]:
 
 def _received(logs: Path) -> int:
     """Buckets that servers have answered, by their logs."""
-    texts = (log.read_text(errors="replace") for log in logs.glob("*.log"))
-    return sum(text.count(RECEIVED) for text in texts)
+    return sum(text_of(log).count(RECEIVED) for log in logs.glob("*.log"))
 
 
 def _servers(process: psutil.Popen) -> Iterator[int]:
@@ -435,9 +434,9 @@ class Job:
     def over(self) -> bool:
         return self["JobState"] in OVER
 
-    def wait(self, what: str, come: Callable[[], bool]) -> None:
+    def wait(self, what: str, come: State) -> None:
         """Wait for a state. RuntimeError: the job ended, or it takes too long."""
-        _wait(what, come, self.over, self.output, JOB_SECONDS, 2.0)
+        _wait(what, come, self.over, self.output, *OF_A_JOB)
 
 
 def jobs(day: Day) -> Iterator[Measurement]:
@@ -468,20 +467,19 @@ def _nodes(day: Day, root: Path) -> Iterator[Measurement]:
         found = f"{result.status}, FAIL: {', '.join(faults) or 'none'}"
         yield holds(f"{file.stem} on {file.parent.name}", not result.faulty, found)
     finding = r"^(OK|WARN|FAIL) +((?:bandwidth|clocks|versions): .*)$"
-    for verdict, line in re.findall(finding, output.read_text(errors="replace"), re.M):
+    for verdict, line in re.findall(finding, text_of(output), re.M):
         yield Measurement("between the nodes", line, verdict=verdict)
 
 
 def _requeued(day: Day, root: Path) -> Iterator[Measurement]:
     short = ShortRun(day, "requeued", 10_000, servers=None)
-    short.command()  # writes the file that a rehearsal trains on
-    source = str(short.directory.with_suffix(".yaml")) if day.rehearsal else RECIPE
+    source = short.source if day.rehearsal else RECIPE
     place, shared = day.path / "requeued.out", str(int(not day.rehearsal))
     with Job(root, place, "train.sbatch", source, *short.settings, COLOCATED=shared) as job:
         job.wait("step 3", lambda: len(short.rows()) >= 3)
         if not day.rehearsal:
             count = NODES * GPUS_PER_NODE // find_recipe(RECIPE).sglang.gpus_per_server
-            said = re.search(r"servers: (http.*)", place.read_text(errors="replace"))
+            said = re.search(r"servers: (http.*)", text_of(place))
             servers = len(said[1].split()) if said else 0
             found = f"{servers} servers, {count} wanted"
             yield holds("servers have the recipe's GPUs", servers == count, found)

@@ -142,15 +142,17 @@ def _run(day: Day, stage: Stage) -> Result:
     try:
         process.join(stage.limit)
         timed_out = process.is_alive()
-    finally:
-        _end_from_kit(process)
+    finally:  # whatever it started must not disturb the next stage
+        assert process.pid is not None, "it was started"
+        _end(process.pid, process.join)
+        process.kill()  # if it had no group yet
+        process.join(GRACE_SECONDS)  # one that a driver holds in the kernel stays
     result = kept(day.path, stage.name) or Result(stage.name)
     result.seconds = round(time.monotonic() - begin, 1)
     if result.status == "unfinished":
         result.status = "timed out" if timed_out else "failed"
-        last = last_line(log.read_text(errors="replace") if log.is_file() else "")
-        result.reason = f"limit of {stage.limit:g} s" if timed_out else last[:300]
-        result.reason += f"; see {log}"
+        reason = f"limit of {stage.limit:g} s" if timed_out else last_line(text_of(log))[:300]
+        result.reason = f"{reason}; see {log}"
     result.write(day.path)
     return result
 
@@ -166,13 +168,6 @@ def _end(stage: int, wait: Callable[[float], object]) -> None:
     kill(left)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(stage, signal.SIGKILL)
-
-
-def _end_from_kit(process: Any) -> None:
-    """End the stage's process, which must not disturb the next one."""
-    _end(process.pid, process.join)
-    process.kill()  # if it had no group yet
-    process.join(GRACE_SECONDS)  # one that a driver holds in the kernel stays
 
 
 def below(pid: int) -> list[psutil.Process]:
@@ -294,6 +289,11 @@ def succeeds(what: str, command: Sequence[str], found: str = "") -> Measurement:
         return holds(what, True, found or last_line(checked(command)).strip("= "))
     except RuntimeError as error:
         return holds(what, False, str(error))
+
+
+def text_of(log: Path) -> str:
+    """The content of a log; "" where nothing has written it."""
+    return log.read_text(errors="replace") if log.is_file() else ""
 
 
 def last_line(text: str) -> str:

@@ -199,6 +199,14 @@ def test_without_a_driver_k0_says_what_is_missing(
     assert "no GPU is seen (torch was built for CUDA" in str(cuda.measured)
 
 
+def test_a_warning_of_bash_is_no_fault_of_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LC_ALL", "xx_XX.UTF-8")  # as a login from another machine leaves it
+    whole, *rows = node._node(Day(tmp_path, 0))
+    assert whole.verdict == "OK" and [row.what for row in rows] == ["Python.h"]
+
+
 def test_k1_reports_failing_tests_as_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_it.py").write_text(
@@ -263,7 +271,7 @@ def test_a_run_is_ended_with_all_below_it_and_its_last_line_is_the_reason(
 
 
 @pytest.mark.parametrize("servers", [0, 2])
-@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("gpus", [1, 2, 4, 7, 8])
 def test_the_runs_of_the_kit_are_valid_and_fit_their_gpus(
     gpus: int, servers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +287,7 @@ def test_the_runs_of_the_kit_are_valid_and_fit_their_gpus(
     assert config.run.seed == 3 and not plan.faults
     assert short.ranks + short.apart <= gpus
     assert config.sglang.colocated == (servers == 0)
-    assert config.sglang.num_servers == (apart or gpus)
+    assert config.sglang.num_servers == (apart or short.ranks)
     for command in (short.command(), short.on_ranks("train", "a run", "--replay", "11")):
         assert ("torch.distributed.run" in command) == (short.ranks > 1)
 

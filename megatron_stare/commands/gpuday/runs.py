@@ -455,7 +455,7 @@ def jobs(day: Day) -> Iterator[Measurement]:
 def _nodes(day: Day, root: Path) -> Iterator[Measurement]:
     place, output = day.path / "nodes", day.path / "nodes.out"
     shutil.rmtree(place, ignore_errors=True)  # of a stage that runs again
-    words = ["--stages", "K0,K5", *["--rehearse"] * day.rehearsal]
+    words = ["--stages", "K0,K5", *["--rehearse"] * day.rehearsal, *day.overrides]
     with Job(root, output, "gpuday.sbatch", *words, GPUDAY=str(place)) as job:
         job.wait("end", job.over)
     files = sorted(place.glob("*/K*.json"))

@@ -76,15 +76,15 @@ class Stage:
 
     name: str
     place: str  # MODULE:FUNCTION; .MODULE is one of this folder
-    minutes: tuple[int, int]  # planned, on one GPU and on a node of eight; 0: not a part of the day
+    minutes: tuple[int, int]  # planned, on one GPU and on eight; both 0: not a part of the day
     gpus: int  # that it needs at least
     what: str
     on_cpu: bool = False  # where it is rehearsed: its servers are SGLang's for CPUs
     limit: float = 600.0  # seconds
 
     def planned(self, day: Day) -> int:
-        """The planned minutes on this machine."""
-        return self.minutes[day.gpus >= 8]
+        """The planned minutes on this machine; with two to seven GPUs those of eight."""
+        return self.minutes[day.gpus > 1]
 
 
 STAGES = (

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_stare import system
 from megatron_stare.__main__ import main
-from megatron_stare.commands.gpuday import kernels, node, rank_memory, runs, stages
+from megatron_stare.commands.gpuday import gpuday, kernels, node, rank_memory, runs, stages
 from megatron_stare.commands.gpuday.gpuday import MACHINE, write_report
 from megatron_stare.commands.gpuday.rows import Day, Measurement, at_least, at_most, within
 from megatron_stare.commands.gpuday.stages import Result, Stage, find_stages, run_stages
@@ -333,7 +333,22 @@ def test_k10_reports_what_its_jobs_found_and_cancels_them(
         ("every step once", "OK"),
     ]
     called = (tmp_path / "called").read_text().splitlines()
+    assert called[1].endswith("/gpuday.sbatch --stages K0,K5 run.seed=3")
     assert "scancel 7" in called and called[-1] == "scancel 8"
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 4, 8])
+def test_a_day_has_every_stage_but_that_of_slurm(
+    gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage that needs more GPUs is reported as skipped."""
+    started: list[Stage] = []
+    monkeypatch.setattr(gpuday, "seen_gpus", lambda: gpus)
+    monkeypatch.setattr(gpuday, "run_stages", lambda day, stages, *_: started.extend(stages) or [])
+    assert main(["gpuday", "--output", str(tmp_path)]) == 0
+    assert [stage.name for stage in started] == [f"K{number}" for number in range(10)]
+    day = Day(tmp_path, gpus)
+    assert all(stage.planned(day) for stage in started if gpus >= stage.gpus), "--budget counts it"
 
 
 def test_the_command_checks_its_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

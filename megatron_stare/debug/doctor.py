@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import importlib.util
 import json
+import math
 import platform
 import resource
 import runpy
@@ -382,14 +383,19 @@ def disk(config: Config, runs: int = 1) -> Iterator[Finding]:
         # These modules import the model's code, which takes seconds.
         from megatron_stare.planning.memory import model_bytes
         from megatron_stare.planning.shapes import model_shape
+        from megatron_stare.policy.huggingface.peft_files import adapter_table
         from megatron_stare.policy.huggingface.shape import shape_of
 
         with contextlib.suppress(UserError):
-            shape = shape_of(model_shape(config.policy.hf_checkpoint))
+            hf = model_shape(config.policy.hf_checkpoint)
+            saved = model_bytes(shape_of(hf))  # in bf16
+            if config.adapters.rank:  # alone; shared ones have several rows
+                rows = {row.megatron: row.shapes for row in adapter_table(hf, config.adapters)}
+                saved = 2.0 * sum(math.prod(shape) for (shape,) in rows.values())
             # bf16 weights, fp32 weights and Adam's two moments: 2 + 12 bytes per parameter; and an
             # updated reference
             copies = 7 + bool(config.policy.ref_update_interval)
-            needed = int(copies * model_bytes(shape) * checkpoints * runs)
+            needed = int(copies * saved * checkpoints * runs)
     free = shutil.disk_usage(place).free
     found = f"{free / GIB:,.1f} GiB free in {place}, {needed / GIB:,.1f} wanted for checkpoints"
     remedy = "give run.dir a larger place, or lower run.keep_last"

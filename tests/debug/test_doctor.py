@@ -142,6 +142,9 @@ def test_limits_and_directories_are_checked(
     (disk,) = doctor.disk(large)
     # 14 bytes for each of 32.8e9 parameters, in two checkpoints and one that is written
     assert disk.level == "FAIL" and "1,281.5 wanted" in disk.found
+    (disk,) = doctor.disk(override(large, ["adapters.rank=32"]))
+    # I + O of 64 layers' projections are 8,388,608
+    assert "10.5 wanted" in disk.found
 
 
 @pytest.mark.parametrize(("free", "level"), [(12.1, "OK"), (4.1, "WARN"), (3.9, "FAIL")])

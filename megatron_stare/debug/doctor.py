@@ -219,9 +219,11 @@ def _gpus(config: Config) -> Iterator[Finding]:
 
     count = torch.cuda.device_count()
     names = {torch.cuda.get_device_name(number) for number in range(count)}
-    free, total = torch.cuda.mem_get_info(0)
+    # A look takes memory there: the ranks of a node would find each other's on the first GPU.
+    own = [torch.cuda.current_device()] if torch.distributed.is_initialized() else range(count)
+    (free, total), gpu = min((torch.cuda.mem_get_info(each), each) for each in own)
     yield Finding("OK", "CUDA", f"{torch.version.cuda}, {count} x {', '.join(names)}")
-    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    found = f"GPU {gpu}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
     remedy = "end the processes that nvidia-smi shows"
     yield judged(free > 0.95 * total, "GPU memory", found, remedy)
     major, minor = torch.cuda.get_device_capability(0)

@@ -191,22 +191,41 @@ def test_cudnn_with_nan_in_its_backward_fails_on_hopper_alone() -> None:
     assert {doctor.cudnn_finding(*case).level for case in cases} == {"OK"}
 
 
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs as torch describes them; a process has left memory on the second one."""
+    for name, value in {
+        "device_count": 2,
+        "current_device": 0,
+        "get_device_name": "GPU",
+        "get_device_capability": (9, 0),
+        "nccl.version": (2, 28, 9),
+    }.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, value=value: value)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda gpu: ((1 - gpu) << 30, 1 << 30))
+    monkeypatch.setattr("torch.backends.cudnn.version", lambda: 91900)
+    monkeypatch.setattr(doctor, "on_gpu", lambda: True)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_memory_is_looked_at_on_every_gpu_and_by_a_rank_on_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (memory,) = (one for one in doctor._gpus(Config()) if one.what == "GPU memory")
+    assert (memory.level, memory.found) == ("WARN", "GPU 1: 0.0 of 1.0 GiB free")
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    (memory,) = (one for one in doctor._gpus(Config()) if one.what == "GPU memory")
+    assert (memory.level, memory.found) == ("OK", "GPU 0: 1.0 of 1.0 GiB free")
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_a_second_cudnn_in_the_process_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch refuses to name the version then; seen on the first GPU that ran the kit."""
 
     def refuses() -> int:
         raise RuntimeError("cuDNN version incompatibility: PyTorch was compiled against (9, 19, 0)")
 
-    for name, value in {
-        "device_count": 1,
-        "get_device_name": "GPU",
-        "mem_get_info": (1 << 30, 1 << 30),
-        "get_device_capability": (9, 0),
-        "nccl.version": (2, 28, 9),
-    }.items():
-        monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, value=value: value)
     monkeypatch.setattr("torch.backends.cudnn.version", refuses)
-    monkeypatch.setattr(doctor, "on_gpu", lambda: True)
     found = {one.what: one for one in doctor._gpus(Config())}
     assert found["cuDNN"].level == "FAIL" and "incompatibility" in found["cuDNN"].found
     assert "CUDNN_HOME" in found["cuDNN"].remedy and found["NCCL"].level == "OK"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import statistics
@@ -67,18 +68,15 @@ def from_slurm(environment: MutableMapping[str, str]) -> None:
 
 
 def _merged(everyone: list[tuple[str, list[Finding]]]) -> list[Finding]:
-    """The findings of rank 0, and those of every other host that are not OK, once per host."""
+    """The findings of rank 0, and those of every other rank that are not OK, once per host."""
     first, found = everyone[0]
     merged = list(found)
-    reported = {first}
+    reported = {(first, one.what) for one in found if one.level != "OK"}
     for host, findings in everyone:
-        if host not in reported:
-            reported.add(host)
-            merged += [
-                Finding(one.level, f"{host}: {one.what}", one.found, one.remedy)
-                for one in findings
-                if one.level != "OK"
-            ]
+        for one in findings:
+            if one.level != "OK" and (host, one.what) not in reported:
+                reported.add((host, one.what))
+                merged.append(dataclasses.replace(one, what=f"{host}: {one.what}"))
     return merged
 
 

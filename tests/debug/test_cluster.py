@@ -44,6 +44,16 @@ def test_ranks_are_compared() -> None:
     assert "elsewhere: python" not in found
 
 
+def test_a_fault_of_any_rank_is_reported_once_for_its_host() -> None:
+    """A rank looks at its own GPU."""
+    fine, used = Finding("OK", "GPU memory", "free"), Finding("WARN", "GPU memory", "used", "end")
+    disk = Finding("FAIL", "disk", "full", "more")
+    ranks = [("a", [fine, disk]), ("a", [used, disk]), ("b", [used, disk]), ("b", [used, disk])]
+    merged = cluster._merged(ranks)
+    assert merged[:2] == [fine, disk]
+    assert [one.what for one in merged[2:]] == ["a: GPU memory", "b: GPU memory", "b: disk"]
+
+
 def test_the_options_of_srun_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "scontrol"
     program.write_text("#!/bin/sh\necho node3\necho node4\n")

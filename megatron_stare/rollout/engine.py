@@ -121,8 +121,8 @@ def seed_number(seed: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a model and its server. `prompt_length`: the longest prompt that the server
-    takes.
+    """The limits of a model and its server. `context_length`: prompt and response together;
+    `prompt_length`: the longest prompt that the server takes.
     """
 
     vocab_size: int
@@ -135,8 +135,9 @@ class Limits:
         if len(prompt) + params.max_new_tokens > self.context_length:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and "
-                f"rollout_max_response_len={params.max_new_tokens} exceed the model's "
-                f"max_position_embeddings={self.context_length}; lower "
+                f"rollout_max_response_len={params.max_new_tokens} exceed the "
+                f"{self.context_length} tokens that the model (max_position_embeddings) or a "
+                "server (--context-length, memory for its cache) takes; lower "
                 "rollout.rollout_max_response_len or data.rollout_max_prompt_len"
             )
         if len(known) > self.prompt_length:

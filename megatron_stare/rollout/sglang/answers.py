@@ -230,7 +230,7 @@ class Received:
         mixed: bool = False,
     ) -> None:
         self._stop_ids, self._stops = stop_ids, stops
-        self._limits, self._new_tokens, self._mixed = limits, new_tokens, mixed
+        self._limits, self.new_tokens, self._mixed = limits, new_tokens, mixed
         self._pieces: list[Answer] = []
         self._count = 0
         self._unread: list[bytes] = []  # the beginning of a line
@@ -285,7 +285,7 @@ class Received:
         UnsoundAnswer: it contradicts itself.
         """
         found = joined(self._pieces)
-        check_answer(found.ids, found.logprobs, found.status, self._new_tokens, self._limits)
+        check_answer(found.ids, found.logprobs, found.status, self.new_tokens, self._limits)
         return found
 
 

@@ -39,6 +39,9 @@ from megatron_stare.rollout.sglang.answers import (
 )
 
 Fault = Literal["connection", "timeout", "status", "garbage"]
+# A response ends when it and its prompt have this many tokens more than the longest prompt that the
+# server takes. Two tokens of the context are then left.
+BEYOND_PROMPT = 5
 # Even a busy server answers requests without generation within this time.
 QUICK_SECONDS = 30.0
 # Older servers fail to write this answer for some tokenizers, and then close the connection.
@@ -137,14 +140,18 @@ class SGLangClient:
         model = await self._first("GET", ("/model_info", "/get_model_info"))
         models = await self.call("GET", "/v1/models")
         try:
+            longest = int(server["max_req_input_len"]) - 1  # a prompt of that length is refused
             return ServerInfo(
                 # The path at its start: an update from disk changes /model_info's.
                 model_path=str(server.get("model_path") or model["model_path"]),
                 model_type=str(model.get("model_type") or ""),
                 device=str(server.get("device") or ""),
                 dtype=str(server.get("dtype") or "auto"),
-                context_length=int(models["data"][0]["max_model_len"]),
-                prompt_length=int(server["max_req_input_len"]),
+                # The memory of its cache may hold less than --context-length.
+                context_length=min(
+                    int(models["data"][0]["max_model_len"]), longest + BEYOND_PROMPT + 2
+                ),
+                prompt_length=longest,
                 tensor_size=int(server["tp_size"]),
                 pipeline_size=int(server.get("pp_size", 1)),
                 weight_version=str(model.get("weight_version", server.get("weight_version", ""))),
@@ -223,13 +230,13 @@ class SGLangClient:
         cache_key: str = "",
         adapters: str = "",
     ) -> Answer:
-        """The continuation of the request's part; `received` has its tokens as they come, by which
-        the caller sees how long to wait. `rid` names the request for `abort`; rids must be unique
-        and of one length. Requests of one `affinity` share a prefix: a router may send them to one
-        worker. Requests of different `cache_key`s never share a cached prefix. `adapters`: the name
-        of those to sample with; a server that has none of this name refuses.
+        """The continuation of the request's part; `received` has its maximum length, and its tokens
+        as they come, by which the caller sees how long to wait. `rid` names the request for
+        `abort`; rids must be unique and of one length. Requests of one `affinity` share a prefix: a
+        router may send them to one worker. Requests of different `cache_key`s never share a cached
+        prefix. `adapters`: the name of those to sample with; a server that has none of this name
+        refuses.
         """
-        new_tokens = params.max_new_tokens - (len(request.part.response_ids) if request.part else 0)
         interval = {"stream_interval": self.stream_interval} if self.stream_interval else {}
         body = {
             "rid": rid,
@@ -238,7 +245,7 @@ class SGLangClient:
             "sampling_params": {
                 "temperature": 0.0 if params.greedy else params.temperature,
                 "top_p": params.top_p,
-                "max_new_tokens": new_tokens,
+                "max_new_tokens": received.new_tokens,
                 "stop_token_ids": sorted(stop_ids),
                 "skip_special_tokens": params.skip_special_tokens,
                 **({"stop": list(params.stop), "no_stop_trim": True} if params.stop else {}),

@@ -19,7 +19,7 @@ from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import FaultyAnswer, Request, SamplingParams, State
 from megatron_stare.rollout.sglang.admission import Admission, prefix_of
 from megatron_stare.rollout.sglang.answers import NOTHING, Answer, Received, routing_of
-from megatron_stare.rollout.sglang.client import ServerFault, SGLangClient
+from megatron_stare.rollout.sglang.client import BEYOND_PROMPT, ServerFault, SGLangClient
 from megatron_stare.rollout.sglang.health import HealthMonitor, Spawn
 from megatron_stare.rollout.sglang.server import Model, Server
 
@@ -293,7 +293,8 @@ class RequestRunner:
         """
         rid, client = uuid.uuid4().hex, self.router or server.client
         known = len(request.part.response_ids) if request.part else 0
-        stops, new_tokens = self.model.stop_ids, params.max_new_tokens - known
+        room = server.limits.prompt_length + BEYOND_PROMPT - len(request.known_ids)
+        stops, new_tokens = self.model.stop_ids, min(params.max_new_tokens - known, room)
         received = Received(
             stops, params.stop, server.limits, new_tokens, mixed=self.admission.keeps_cache
         )

@@ -115,7 +115,7 @@ class Fake:
                 "model_path": self.model_path,
                 "device": "cpu",
                 "dtype": "float32",
-                "max_req_input_len": CONTEXT - 8,
+                "max_req_input_len": CONTEXT - 6,
                 "tp_size": 1,
                 "incremental_streaming_output": self.incremental,
                 "enable_memory_saver": True,

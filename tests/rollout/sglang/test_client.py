@@ -126,7 +126,7 @@ def test_values_are_checked_one_by_one(ids: Any, logprobs: Any, status: Any, mes
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ((1,) * 17, "exceed the model's"),
+        ((1,) * 17, "exceed the 20 tokens that the model"),
         ((1,) * 15, "exceeds the 14"),
         ((), "non-empty"),
         ((50,), "lie in"),
@@ -208,7 +208,7 @@ def info_of(directory: str, **changes: Any) -> ServerInfo:
         "device": "cpu",
         "dtype": "float32",
         "context_length": 512,
-        "prompt_length": 506,
+        "prompt_length": 505,
         "tensor_size": 1,
         "pipeline_size": 1,
         "weight_version": "default",
@@ -224,6 +224,25 @@ def test_a_server_of_another_model_is_refused(model: Model, tmp_path: Path):
     other = write_checkpoint(tmp_path / "other", tiny_config("qwen2", intermediate_size=48))
     with pytest.raises(UserError, match="whose intermediate_size is 48, not 44"):
         check_model("url", info_of(str(other)), model)
+
+
+@pytest.mark.parametrize(("longest", "context"), [(506, 512), (294, 300)])
+def test_the_memory_of_a_servers_cache_limits_its_context(
+    longest: int, context: int, monkeypatch: pytest.MonkeyPatch
+):
+    answers: dict[str, dict[str, Any]] = {
+        "/server_info": {"max_req_input_len": longest, "tp_size": 1},
+        "/model_info": {"model_path": "m"},
+        "/v1/models": {"data": [{"max_model_len": 512}]},
+    }
+
+    async def answer(method: str, path: str, **_: object) -> dict[str, Any]:
+        return answers[path]
+
+    client = SGLangClient("http://127.0.0.1:1")
+    monkeypatch.setattr(client, "call", answer)
+    info = asyncio.run(client.info())
+    assert (info.context_length, info.prompt_length) == (context, longest - 1)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.2:1", "http://localhost:2", "http://[::1]:3"])

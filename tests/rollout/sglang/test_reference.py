@@ -30,7 +30,7 @@ class Reading:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                said = {"version": "0", "model_path": "m", "max_req_input_len": 64, "tp_size": 1}
+                said = {"version": "0", "model_path": "m", "max_req_input_len": 65, "tp_size": 1}
                 self._say({"data": [{"max_model_len": 72}]} if "models" in self.path else said)
 
             def do_POST(self) -> None:

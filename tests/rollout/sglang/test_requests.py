@@ -51,6 +51,7 @@ class Scripted:
         self.script, self.asked, self.url = script, list[Request](), "http://scripted"
         self.aborted, self.stream_interval = asyncio.Event(), 0
         self.part: Answer | None = None  # what an abort brings; None: nothing at all
+        self.new_tokens = 0  # that the last request was for
 
     async def generate(
         self,
@@ -64,6 +65,7 @@ class Scripted:
         adapters: str,
     ) -> Answer:
         self.asked.append(request)
+        self.new_tokens = received.new_tokens
         answer = self.script(request)
         if answer is None:  # too slow for the caller
             self.aborted.clear()
@@ -460,6 +462,18 @@ def test_experts_of_other_positions_are_a_fault(pool: SGLangPool):
     scripted(pool, script)
     assert result(pool, params).routing.tolist() == [3, 5] * rows
     assert counted(pool) == {"engine_fault_garbage": 1}
+
+
+def test_a_request_is_for_no_more_tokens_than_the_servers_context_has(pool: SGLangPool):
+    """A response that was cut short there was a faulty answer, and six of them ended a run."""
+    for server in pool.servers:
+        server.limits = Limits(pool.model.config["vocab_size"], 10, 3)
+    scripted(pool, lambda _: answer(pool, 4, "truncated"))
+    part = Rollout((3,), (-1.0,), (1,), status="aborted", weight_version=0)
+    for before, new_tokens in ((None, 6), (part, 5)):
+        rollout = result(pool, request=Request((1, 2), (0, 7), before))
+        assert rollout.status == "truncated"
+        assert {client.new_tokens for client in clients(pool) if client.asked} == {new_tokens}
 
 
 def test_a_part_that_no_server_can_read_falls_back_to_what_was_submitted(pool: SGLangPool):

@@ -217,18 +217,27 @@ def test_concurrency_is_bounded(server: ServerProcess, checkpoint: Path, tmp_pat
         ((5, VOCABULARY), f"lie in \\[0, {VOCABULARY}\\)"),
         ((5, -1), "lie in"),
         ((), "non-empty"),
-        ((5,) * (CONTEXT - 20), "max_position_embeddings=512"),
-        ((5,) * (CONTEXT - 3), "the 506 that the servers take"),
+        ((5,) * (CONTEXT - 20), "exceed the 512 tokens"),
+        ((5,) * (CONTEXT - 6), "the 505 that the servers take"),
     ],
 )
 def test_impossible_requests_never_reach_a_server(
     proxy: Proxy, checkpoint: Path, tmp_path: Path, prompt: tuple[int, ...], message: str
 ):
-    new = 3 if len(prompt) == CONTEXT - 3 else 24
+    new = 6 if len(prompt) == CONTEXT - 6 else 24
     with attached([proxy.url], checkpoint, tmp_path) as pool:
         with pytest.raises(UserError, match=message):
             sample_all(pool, [*requests(3), Request(prompt, (9, 9))], SamplingParams(1.0, 1.0, new))
         assert proxy.seen["/generate"] == 0
+
+
+def test_a_response_that_fills_the_context_is_truncated(pool: SGLangPool):
+    """SGLang keeps the last two tokens of a context free."""
+    limits = pool.limits
+    assert (limits.context_length, limits.prompt_length) == (CONTEXT, CONTEXT - 7)
+    longest = [Request((5,) * (CONTEXT - 7), (1, number)) for number in range(4)]
+    rollouts = sample_all(pool, longest, SamplingParams(1.0, 1.0, 7)).result(timeout=60)
+    assert {(5, "truncated")} <= {(rollout.length, rollout.status) for rollout in rollouts}
 
 
 @pytest.mark.skipif(

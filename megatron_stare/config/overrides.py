@@ -184,23 +184,25 @@ def _parsed(item: str) -> tuple[str, Any]:
         )
     if not _is_known(key):
         raise unknown(key.split("."))
-    default = lookup(Config(), key)
+    default, secret = lookup(Config(), key), key in SECRETS
+    shown, own = (f"{key}=***", "***") if secret else (item, text)
     if text == "???":
         raise UserError(f"override {item!r}: ??? is not a value; the default is {default!r}")
-    _refuse_interpolation(text, f"override {item!r} contains")
+    _refuse_interpolation(text, f"override {shown!r} contains")
     kind = settings()[key].kind if key in settings() else kind_of_values(key.rpartition(".")[0])
     if kind is str and not _QUOTED.match(text):
         return key, text  # a directory named 007, a message with "####" or ": "
     remedy = f"the default is {default!r}"
     if kind is str:
-        quoted = f"{key}={json.dumps(text, ensure_ascii=False)}"
+        quoted = f"{key}={json.dumps(own, ensure_ascii=False)}"
         remedy = f"for this text itself write {shlex.quote(quoted)}"
     try:
         value = yaml.load(text, _Loader) if text else ""
     except yaml.YAMLError as error:
-        raise UserError(f"override {item!r} is not YAML{_problem(error)}; {remedy}") from None
+        problem = "" if secret else _problem(error)  # it may quote the text
+        raise UserError(f"override {shown!r} is not YAML{problem}; {remedy}") from None
     if kind is str and isinstance(value, list | dict):
-        raise UserError(f"override {item!r} is a {type(value).__name__}, no text; {remedy}")
+        raise UserError(f"override {shown!r} is a {type(value).__name__}, no text; {remedy}")
     return key, value
 
 
@@ -227,6 +229,7 @@ def _refusal(place: list[str], value: Any) -> str:
     if key is None:
         return f"{keys[0]}={value!r} is not a section; give its fields by name"
     setting, rest = settings()[key], place[key.count(".") + 1 :]
+    value = "***" if key in SECRETS else value
     if not rest:
         return setting.refusal(value)
     kind = typing.get_args(setting.kind)[-1]

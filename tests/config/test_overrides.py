@@ -328,6 +328,14 @@ def test_a_text_that_could_be_a_list_or_quoted_names_the_quotes(text):
     assert config.tools.answer_pattern == text
 
 
+@pytest.mark.parametrize("key", ["[abc", "[abc]", "{abc: 1}", "'abc", "[*abc]", "${abc"])
+def test_a_refused_key_of_the_servers_is_not_shown(key, tmp_path):
+    assert "abc" not in refusal(f"sglang.api_key={key}")
+    (tmp_path / "own.yaml").write_text("sglang: {api_key: [abc]}")
+    with pytest.raises(UserError, match=r"sglang.api_key=\*\*\* is not of type str"):
+        load(tmp_path / "own.yaml")
+
+
 def test_a_missing_file_is_refused_by_name(tmp_path):
     with pytest.raises(UserError, match=r"nothing\.yaml"):
         load(tmp_path / "nothing.yaml")

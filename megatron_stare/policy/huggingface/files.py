@@ -40,6 +40,7 @@ COMPANIONS = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
+TEMPLATES = "additional_chat_templates"  # a folder: one more template a file, as for tools
 LAYOUT, INDEX, SINGLE = "hf_layout.json", "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _CODES = {dtype: code for code, dtype in DTYPES.items()} | {torch.float8_e4m3fn: "F8_E4M3"}
@@ -187,10 +188,17 @@ def default_layout(sizes: dict[str, int], file_bytes: int = 5 << 30) -> Director
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Tokenizer, chat template and generation defaults, as far as `source` has them."""
+    """Tokenizer, chat templates and generation defaults, as far as `source` has them."""
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(
+            source / TEMPLATES,
+            target / TEMPLATES,
+            copy_function=shutil.copyfile,
+            dirs_exist_ok=True,
+        )
 
 
 def copy_config(source: Path, target: Path) -> None:

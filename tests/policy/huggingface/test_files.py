@@ -9,10 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
 from megatron_stare.config import UserError
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint
-from megatron_stare.policy.huggingface.files import INDEX, new_directory, set_dtype, weight_files
+from megatron_stare.policy.huggingface.files import (
+    INDEX,
+    copy_companions,
+    new_directory,
+    set_dtype,
+    weight_files,
+)
+from tests.tiny_models import byte_tokenizer
 
 ONE = {"a": torch.ones(2)}
 
@@ -34,6 +42,21 @@ def test_the_index_or_else_the_whole_file_says_what_is_read(tmp_path: Path) -> N
         weight_files(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert weight_files(tmp_path) == [tmp_path / "consolidated.safetensors"]
+
+
+def test_every_chat_template_is_copied(tmp_path: Path) -> None:
+    """transformers uses the one for tools where a prompt has some."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    tokenizer, question = byte_tokenizer(), [{"role": "user", "content": "1+1"}]
+    tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
+    tokenizer.save_pretrained(source)
+    target.mkdir()
+    for _ in range(2):  # a conversion that continues copies once more
+        copy_companions(source, target)
+    copied = AutoTokenizer.from_pretrained(target)
+    tools = [{"type": "function", "function": {"name": "run"}}]
+    for given, expected in ((None, "plain"), (tools, "with tools")):
+        assert copied.apply_chat_template(question, tools=given, tokenize=False) == expected
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Server
 from megatron_stare.rollout.sglang.weights import results
 from megatron_stare.sync.weight_sync import Transport, WeightBucket
-from megatron_stare.system import digest
+from megatron_stare.system import atomic_write, digest
 
 # Below sglang.sync_directory: a directory of a run's own, and the file that says so.
 OWN_PREFIX, OWN_MARKER = "megatron_stare-weights-", ".written_by_megatron_stare"
@@ -84,11 +84,7 @@ class DiskTransport(Transport):
         """`model`: the directory with the other files of what servers hold."""
         self.pool, self.settings, self.model = pool, settings, model
         place = Path(settings.sync_directory) if settings.sync_directory else directory
-        # The same name in every attempt of the run, so that files of a killed one are removed;
-        # other names on other machines, where the path may be on another disk.
-        identity = f"{socket.gethostname()}:{directory.resolve()}"
-        run = digest(identity, 12)
-        self.directory = place.resolve() / f"{OWN_PREFIX}{run}"
+        self.directory = place.resolve() / f"{OWN_PREFIX}{_name_of_run(directory)}"
         self.files: dict[str, str] = {}
 
     def send(self, bucket: WeightBucket, servers: Sequence[Server], tag: str | None) -> None:
@@ -145,7 +141,21 @@ class DiskTransport(Transport):
         if not own.is_dir():
             return
         for file in own.iterdir():  # the marker last: a kill must not leave weights without it
-            if file != marker:
+            if file.is_dir():
+                shutil.rmtree(file)
+            elif file != marker:
                 file.unlink()
         marker.unlink(missing_ok=True)
         own.rmdir()
+
+
+def _name_of_run(directory: Path) -> str:
+    """The same name in every attempt of a run, on any machine, so that the next one removes what a
+    killed one has left. A random number, which the run's `directory` keeps, decides it: the path
+    may be another run's on another machine.
+    """
+    number = directory / "number"
+    if not number.is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        atomic_write(number, uuid.uuid4().hex)
+    return digest(f"{number.read_text()}:{directory.resolve()}", 12)  # a copied run has another

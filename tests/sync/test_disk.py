@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from megatron_stare.config import UserError
+from megatron_stare.policy.huggingface.files import TEMPLATES
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Model
 from megatron_stare.sync.disk import OWN_MARKER, DiskTransport
@@ -45,8 +48,18 @@ def transport(pool: SGLangPool, directory: Path) -> DiskTransport:
     return DiskTransport(pool, pool.settings, pool.model.hf_checkpoint, directory / "weights")
 
 
+@pytest.fixture
+def templates(model: Model) -> Iterator[Path]:
+    """The folder of a model with several chat templates, in the model's directory."""
+    folder = Path(model.hf_checkpoint) / TEMPLATES
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("with tools")
+    yield folder
+    shutil.rmtree(folder)
+
+
 def test_a_users_files_in_sync_directory_are_left_alone(
-    pool: SGLangPool, place: Path, tmp_path: Path
+    pool: SGLangPool, place: Path, tmp_path: Path, templates: Path
 ):
     disk = transport(pool, tmp_path)
     for tag in (None, "run-1"):  # a bucket, then the last one
@@ -56,9 +69,11 @@ def test_a_users_files_in_sync_directory_are_left_alone(
 
 
 def test_files_of_a_killed_attempt_are_removed_by_the_next(
-    pool: SGLangPool, place: Path, tmp_path: Path
+    pool: SGLangPool, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """Slurm may start it on another machine."""
     transport(pool, tmp_path).send(WeightBucket([*BUCKET, ("b", torch.ones(2))]), [], None)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
     transport(pool, tmp_path).send(WeightBucket(BUCKET), [], "run-1")
     assert [entry.name for entry in place.iterdir()] == ["thesis"]
     transport(pool, tmp_path).directory.mkdir()  # killed before the marker was there
@@ -69,6 +84,8 @@ def test_files_of_a_killed_attempt_are_removed_by_the_next(
 def test_two_runs_do_not_share_a_directory(pool: SGLangPool, tmp_path: Path):
     one, other = (transport(pool, tmp_path / name) for name in ("one", "other"))
     assert one.directory != other.directory and one.directory.parent == other.directory.parent
+    shutil.copytree(tmp_path / "one", tmp_path / "copied")
+    assert transport(pool, tmp_path / "copied").directory != one.directory
 
 
 @pytest.mark.parametrize("taken_by", ["directory", "link", "file"])

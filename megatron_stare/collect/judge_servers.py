@@ -1,19 +1,20 @@
 """SGLang servers of the run's own for the reward `judge`. They never receive the policy's weights.
 
 All processes of a run share them. The process that locks judge/servers.lock of the run's directory
-owns them: it starts them when the first question is asked, replaces dead ones before a question,
-and writes their addresses to judge/servers.json, from which the others read them. They end with
-their owner; the next process that asks then owns new ones.
+owns them: it starts them when the first question is asked, ends silent ones while questions come,
+replaces dead ones before a question, and writes their addresses to judge/servers.json, from which
+the others read them. They end with their owner; the next process that asks then owns new ones.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
@@ -21,8 +22,10 @@ from megatron_stare.config import Config, EngineError
 from megatron_stare.http_client import FAULTS, request
 from megatron_stare.reporting import heartbeat
 from megatron_stare.rollout.sglang.process import ServerProcess, server_command
-from megatron_stare.rollout.sglang.server import MOST_STARTS, StartPatience
+from megatron_stare.rollout.sglang.server import MOST_STARTS, PROBES, StartPatience
 from megatron_stare.system import atomic_write, try_lock
+
+log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.25
 _HEALTH_SECONDS = 5.0
@@ -40,6 +43,7 @@ class JudgeServers:
         self._lock = threading.Lock()
         # a server ends with the thread that started it
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="judge-servers")
+        self._look: Future[None] | None = None  # the last one at the servers
 
     def urls(self) -> Sequence[str]:
         """The addresses of servers that run, once they answer. EngineError: one does not start."""
@@ -58,6 +62,8 @@ class JudgeServers:
                 time.sleep(_POLL_SECONDS)
             if not self._processes or not all(each.alive() for each in self._processes):
                 self._starter.submit(self._replace).result()
+            elif self._look is None or self._look.done():
+                self._look = self._starter.submit(self._end_silent)
             return [f"{each.url}/v1" for each in self._processes]
 
     def close(self) -> None:
@@ -106,18 +112,32 @@ class JudgeServers:
         urls = [f"{each.public_url}/v1" for each in self._processes]
         atomic_write(self.directory / "servers.json", json.dumps(urls))
 
+    def _end_silent(self) -> None:
+        """End each server that does not answer for sglang.health_timeout."""
+        seconds = self.sglang.health_timeout
+        for process in self._processes:
+            deadline = time.monotonic() + seconds
+            while process.alive() and not _answers(process, seconds / PROBES):
+                if time.monotonic() > deadline:
+                    log.warning("the judge's server %s is silent for %g s", process.url, seconds)
+                    process.stop(at_once=True)
+                time.sleep(_POLL_SECONDS)
+
     def _wait(self, process: ServerProcess) -> None:
         patience = StartPatience(process, self.sglang.start_timeout)
         while process.alive() and not patience.ended():
             heartbeat.moved()  # sglang.start_timeout bounds it
-            try:
-                status, _ = request("GET", f"{process.url}/health", timeout=_HEALTH_SECONDS)
-                if status == 200:
-                    return
-            except FAULTS:
-                pass
+            if _answers(process, _HEALTH_SECONDS):
+                return
             time.sleep(_POLL_SECONDS)
         raise EngineError(
             f"the judge's server of judge.checkpoint={self.settings.checkpoint} did not start: "
             f"{process.last_words()} (its log: {process.log})"
         )
+
+
+def _answers(process: ServerProcess, seconds: float) -> bool:
+    try:
+        return request("GET", f"{process.url}/health", timeout=seconds)[0] == 200
+    except FAULTS:
+        return False

@@ -262,6 +262,11 @@ class Engine(Protocol):
         """The number of ranks, from rank 0, on which requests may be submitted."""
         ...
 
+    @property
+    def limits(self) -> Limits:
+        """The limits of requests, on a rank that may submit them. Waits for servers that start."""
+        ...
+
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
         """Start to sample; one future per request, of a rollout without reward or advantage.
 

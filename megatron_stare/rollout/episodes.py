@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.event_loop import EventLoopThread
 from megatron_stare.records import Rollout
-from megatron_stare.rollout.engine import Engine, Request, SamplingParams
+from megatron_stare.rollout.engine import Engine, Limits, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,10 @@ class EpisodeEngine:
     @property
     def sources(self) -> int:
         return self.engine.sources
+
+    @property
+    def limits(self) -> Limits:
+        return self.engine.limits
 
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
         """One future per episode. A request with a part starts again: the environment or the agent

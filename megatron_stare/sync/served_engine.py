@@ -39,7 +39,7 @@ from megatron_stare.policy.model_state import is_distributed
 from megatron_stare.policy.topology import Topology, agreed, release_workspaces
 from megatron_stare.records import Rollout
 from megatron_stare.reporting import heartbeat
-from megatron_stare.rollout.engine import Request, SamplingParams, still_open, stop_ids
+from megatron_stare.rollout.engine import Limits, Request, SamplingParams, still_open, stop_ids
 from megatron_stare.rollout.sglang.answers import Prefill
 from megatron_stare.rollout.sglang.health import CACHES, WEIGHTS
 from megatron_stare.rollout.sglang.pool import SGLangPool
@@ -90,6 +90,12 @@ class ServedEngine:
         self.pool = SGLangPool(config.sglang, model, directory / "servers", keeps_cache=kept)
         self._sync = make_sync(self.pool, config.sglang, model.directory, directory / "weights")
         self._started = self.pool.start()
+
+    @property
+    def limits(self) -> Limits:
+        """Those of all servers; on rank 0."""
+        self._started.result()
+        return self._pool().limits
 
     def submit(
         self, requests: Sequence[Request], params: SamplingParams

@@ -349,11 +349,12 @@ class AgentSession:
         return begins
 
     def _limits(self, call: ModelCall, prompt: numpy.ndarray) -> SamplingParams:
-        left = self.context_length - len(prompt)
+        longest = min(self.context_length, self.engine.limits.context_length)
+        left = longest - len(prompt)
         if left < 1:
             self.ended = self.ended or "context"
             raise BadCall(
-                f"This model's maximum context length is {self.context_length} tokens. However, "
+                f"This model's maximum context length is {longest} tokens. However, "
                 f"your messages resulted in {len(prompt)} tokens.",
                 "context_length_exceeded",
             )

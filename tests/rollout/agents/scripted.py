@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stare.config import AgentsConfig
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
-from megatron_stare.rollout.engine import Request, SamplingParams
+from megatron_stare.rollout.engine import Limits, Request, SamplingParams
 
 PARAMS = SamplingParams(1.0, 1.0, 60)
 PROGRAMS = "tests.rollout.agents.programs"
@@ -22,7 +22,7 @@ class Scripted:
     asked and what it gave, as a server would. While `held` is set, answers wait for `release`.
     """
 
-    sources = 1
+    sources, limits = 1, Limits(1 << 20, 1 << 20, 1 << 20)
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, answer: Callable[[str, int], str]

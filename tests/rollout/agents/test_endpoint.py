@@ -19,6 +19,7 @@ from megatron_stare.config import AgentsConfig
 from megatron_stare.rollout.agents.endpoint import Endpoint
 from megatron_stare.rollout.agents.messages import Renderer
 from megatron_stare.rollout.agents.session import AgentSession
+from megatron_stare.rollout.engine import Limits
 from megatron_stare.rollout.tools.calls import FORMATS
 from tests.rollout.agents.scripted import PARAMS, Scripted, request
 
@@ -365,6 +366,24 @@ def test_parallel_calls_do_not_depend_on_the_order_of_their_arrival(
             }
 
     assert asyncio.run(seeds([0, 1, 2, 3])) == asyncio.run(seeds([3, 1, 0, 2]))
+
+
+def test_a_call_asks_for_no_more_tokens_than_the_servers_hold(tokenizer: PreTrainedTokenizerBase):
+    """Fewer than the model's context has, where a server's cache has little memory."""
+
+    async def play() -> None:
+        async with Client(tokenizer, lambda *_: "1234567<|end|>") as client:
+            await client.post(ASKED)
+            prompt = len(client.inner.log[0][0])
+            client.inner.limits = Limits(257, prompt + 5, prompt + 5)
+            _, answer = await client.post(ASKED)
+            assert answer["choices"][0]["finish_reason"] == "length"
+            assert len(client.inner.log[1][1]) == 5
+            client.inner.limits = Limits(257, prompt, prompt)
+            status, refused = await client.post(ASKED)
+            assert status == 400 and f"length is {prompt} tokens" in refused["error"]["message"]
+
+    asyncio.run(play())
 
 
 def test_a_long_episode_holds_its_history_once(tokenizer: PreTrainedTokenizerBase):

@@ -394,9 +394,15 @@ class RequestRunner:
         version: int,
         server: int = -1,
     ) -> Rollout:
-        """The request's part followed by the answer. A part that was aborted at its last token is
-        completed or truncated.
+        """The request's part followed by the answer, up to a stop string that the part begins. A
+        part that was aborted at its last token is completed or truncated.
         """
+        routing = self._routing(request, answer, params)
+        if count := self._until_stop(request, answer, params.stop):
+            if params.routing is not None and len(routing):
+                routing = routing[: len(routing) - (len(answer.ids) - count) * params.routing.width]
+            ids, logprobs = answer.ids[:count], answer.logprobs[:count]
+            answer = dataclasses.replace(answer, ids=ids, logprobs=logprobs, status="completed")
         later = Rollout(
             answer.ids,
             answer.logprobs,
@@ -404,7 +410,7 @@ class RequestRunner:
             status=answer.status,
             weight_version=version,
             server=server,
-            routing=self._routing(request, answer, params),
+            routing=routing,
         )
         rollout = request.part.continued(later) if request.part else later
         ids, status = rollout.response_ids, rollout.status
@@ -415,6 +421,23 @@ class RequestRunner:
         if status == "aborted":  # the text of a part is not needed
             return rollout
         return dataclasses.replace(rollout, status=status, text=self._text(rollout, params))
+
+    def _until_stop(self, request: Request, answer: Answer, stops: Sequence[str]) -> int:
+        """The number of new tokens up to the one that completes a stop string; 0 without one. A
+        server, which knows the part as a prompt, looks for the strings in new text alone.
+        """
+        if request.part is None or not stops:
+            return 0
+        longest = max(len(stop.encode()) for stop in stops)  # a token has at least one byte
+        begun = request.part.response_ids[-longest:]
+
+        def found(count: int) -> int:
+            ids = numpy.concatenate([begun, answer.ids[:count]])
+            text = self.model.tokenizer.decode(ids, skip_special_tokens=False)
+            return sum(text.count(stop) for stop in stops)
+
+        counts = range(1, min(longest, len(answer.ids)) + 1)
+        return next((count for count in counts if found(count) > found(0)), 0)
 
     def _routing(self, request: Request, answer: Answer, params: SamplingParams) -> numpy.ndarray:
         """The experts of the new positions; none, which is counted, if the server sent none. An

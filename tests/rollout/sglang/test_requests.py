@@ -381,6 +381,19 @@ def test_an_answer_that_ended_with_another_string_is_faulty():
         read_answer(content, {5}, ("</code>",))
 
 
+def test_a_stop_string_that_an_interruption_splits_ends_the_response(pool: SGLangPool):
+    for server in pool.servers:
+        server.limits = Limits(257, 64, 64)
+    ids = [*byte_tokenizer().encode("</tool>1</tool>2", add_special_tokens=False), ending(pool)]
+    experts = numpy.tile(numpy.array([3, 5], "<i4"), 2 + len(ids) - 1).tobytes()
+    scripted(pool, lambda _: Answer(ids[12:], [-0.5] * 5, "completed", pool.tag, experts))
+    part = Rollout(ids[:12], [-1.0] * 12, [1] * 12, status="aborted", weight_version=0)
+    params = SamplingParams(1.0, 1.0, 40, stop=("</tool>",), routing=RoutingShape((0,), 2, 8))
+    rollout = result(pool, params, Request((1, 2), (0, 7), part))
+    assert (rollout.text, rollout.status) == ("</tool>1</tool>", "completed")
+    assert len(rollout.routing) == 2 * (2 + rollout.length - 1)
+
+
 def test_turn_ends_of_the_vocabulary_stop_a_response(model: Model):
     tokenizer = byte_tokenizer()
     before = stop_ids(model.hf_checkpoint, tokenizer)
@@ -465,14 +478,12 @@ def test_experts_of_other_positions_are_a_fault(pool: SGLangPool):
 
 
 def test_a_request_is_for_no_more_tokens_than_the_servers_context_has(pool: SGLangPool):
-    """A response that was cut short there was a faulty answer, and six of them ended a run."""
     for server in pool.servers:
         server.limits = Limits(pool.model.config["vocab_size"], 10, 3)
     scripted(pool, lambda _: answer(pool, 4, "truncated"))
     part = Rollout((3,), (-1.0,), (1,), status="aborted", weight_version=0)
     for before, new_tokens in ((None, 6), (part, 5)):
-        rollout = result(pool, request=Request((1, 2), (0, 7), before))
-        assert rollout.status == "truncated"
+        assert result(pool, request=Request((1, 2), (0, 7), before)).status == "truncated"
         assert {client.new_tokens for client in clients(pool) if client.asked} == {new_tokens}
 
 

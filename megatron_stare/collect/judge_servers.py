@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import threading
 import time
@@ -105,6 +106,7 @@ class JudgeServers:
                 shlex.split(self.settings.server_args),
                 self.directory / f"server_{number}.log",
                 self.sglang.host,
+                key=os.environ.get(self.settings.key_variable, ""),  # as it is sent to them
             )
             self._processes[number : number + 1] = [process]
         for process in self._processes:

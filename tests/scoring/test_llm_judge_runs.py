@@ -157,13 +157,15 @@ def test_a_dead_servers_children_end_before_the_next_one_starts(
         servers.close()
 
 
-def test_a_judges_server_that_hangs_is_replaced(tmp_path: Path):
+def test_a_judges_server_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "sesame")
     (tmp_path / "server.py").write_text(SERVER)
     command = f"sglang.command={sys.executable} {tmp_path}/server.py"
     settings = ["scoring.reward=judge", "judge.checkpoint=any", "sglang.health_timeout=0.6"]
     servers = JudgeServers(small_config(tmp_path, command, *settings), tmp_path / "judge")
     try:
         before = servers.urls()
+        assert "sesame" in (tmp_path / "judge" / "server_0.key.yaml").read_text()
         hung = servers._processes[0]
         os.kill(hung.process.pid, signal.SIGSTOP)
         wait_until(lambda: servers.urls() != before)

@@ -34,7 +34,8 @@ def check_servers(urls: Sequence[str], settings: SGLangConfig, tokens: int) -> N
                 if limit < tokens:
                     raise UserError(
                         f"sglang.reference_urls: {client.url} reads {limit} tokens, and the run's "
-                        f"longest sequence has {tokens}; start it with a larger --context-length"
+                        f"longest sequence has {tokens}; start it with a larger --context-length "
+                        "and more memory, or lower rollout.rollout_max_response_len"
                     )
 
     _run(look())

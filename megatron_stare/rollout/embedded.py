@@ -30,7 +30,14 @@ from megatron_stare.rollout.embedded_model import (
     noted_choices,
     places_of,
 )
-from megatron_stare.rollout.engine import Limits, Request, SamplingParams, still_open, stop_ids
+from megatron_stare.rollout.engine import (
+    Limits,
+    Request,
+    SamplingParams,
+    ends_with_stop,
+    still_open,
+    stop_ids,
+)
 
 _REPLACING_SECONDS = 1e-3
 ROWS = 8  # sampled at a time on a CPU
@@ -253,19 +260,10 @@ class EmbeddedEngine:
             sequence.ids.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(version)
-            if token in self.stop_ids or (params.stop and self._at_stop(sequence.ids, params.stop)):
+            at_stop = params.stop and ends_with_stop(self.tokenizer, sequence.ids, params.stop)
+            if token in self.stop_ids or at_stop:
                 sequence.status = "completed"
         return chosen_B
-
-    def _at_stop(self, ids: list[int], stop: tuple[str, ...]) -> bool:
-        """Whether the last token completes one of the strings. A token has at least one byte, so
-        that a short window is enough.
-        """
-        window = ids[-max(len(string.encode()) for string in stop) - 1 :]
-        text, before = (
-            self.tokenizer.decode(part, skip_special_tokens=False) for part in (window, window[:-1])
-        )
-        return any(text.count(string) > before.count(string) for string in stop)
 
     def _without_ended(self, live: list[_Sequence], params: SamplingParams) -> list[_Sequence]:
         """The sequences that continue; the futures of the others are done."""

@@ -180,6 +180,19 @@ def stop_ids(hf_checkpoint: str, tokenizer: PreTrainedTokenizerBase) -> frozense
     return frozenset(found) | {added[text] for text in _TURN_ENDS if text in added}
 
 
+def ends_with_stop(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | numpy.ndarray, stops: Sequence[str]
+) -> bool:
+    """Whether the last token completes one of the strings. A token has at least one byte, so that a
+    short window is enough.
+    """
+    window = ids[-max(len(stop.encode()) for stop in stops) - 1 :]
+    text, before = (
+        tokenizer.decode(part, skip_special_tokens=False) for part in (window, window[:-1])
+    )
+    return any(text.count(stop) > before.count(stop) for stop in stops)
+
+
 def ids_of(values: Sequence[Any] | numpy.ndarray) -> numpy.ndarray:
     """An engine's ids, int32. FaultyAnswer: one is not an integer, or larger than any id."""
     _require(values, {int}, FaultyAnswer, "id {} at place {} is not a whole number")

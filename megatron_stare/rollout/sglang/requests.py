@@ -16,7 +16,13 @@ import tenacity
 
 from megatron_stare.config import EngineError, SGLangConfig
 from megatron_stare.records import Rollout
-from megatron_stare.rollout.engine import FaultyAnswer, Request, SamplingParams, State
+from megatron_stare.rollout.engine import (
+    FaultyAnswer,
+    Request,
+    SamplingParams,
+    State,
+    ends_with_stop,
+)
 from megatron_stare.rollout.sglang.admission import Admission, prefix_of
 from megatron_stare.rollout.sglang.answers import NOTHING, Answer, Received, routing_of
 from megatron_stare.rollout.sglang.client import BEYOND_PROMPT, ServerFault, SGLangClient
@@ -394,8 +400,8 @@ class RequestRunner:
         version: int,
         server: int = -1,
     ) -> Rollout:
-        """The request's part followed by the answer, up to a stop string that the part begins. A
-        part that was aborted at its last token is completed or truncated.
+        """The request's part followed by the answer, up to a stop string that the server did not
+        see. A part that was aborted at its last token is completed or truncated.
         """
         routing = self._routing(request, answer, params)
         if count := self._until_stop(request, answer, params.stop):
@@ -423,21 +429,22 @@ class RequestRunner:
         return dataclasses.replace(rollout, status=status, text=self._text(rollout, params))
 
     def _until_stop(self, request: Request, answer: Answer, stops: Sequence[str]) -> int:
-        """The number of new tokens up to the one that completes a stop string; 0 without one. A
-        server, which knows the part as a prompt, looks for the strings in new text alone.
+        """The number of new tokens up to the one that completes a stop string which the server did
+        not see, 0 without one. It looks for them in new text alone, because the part is a prompt to
+        it, and not at the last token of an answer that it aborts.
         """
-        if request.part is None or not stops:
+        if not stops or not len(answer.ids):
             return 0
-        longest = max(len(stop.encode()) for stop in stops)  # a token has at least one byte
-        begun = request.part.response_ids[-longest:]
-
-        def found(count: int) -> int:
-            ids = numpy.concatenate([begun, answer.ids[:count]])
-            text = self.model.tokenizer.decode(ids, skip_special_tokens=False)
-            return sum(text.count(stop) for stop in stops)
-
-        counts = range(1, min(longest, len(answer.ids)) + 1)
-        return next((count for count in counts if found(count) > found(0)), 0)
+        begun = request.part.response_ids if request.part else numpy.zeros(0, numpy.int32)
+        ids, counts = numpy.concatenate([begun, answer.ids]), list[int]()
+        if request.part:
+            longest = max(len(stop.encode()) for stop in stops)  # a token has at least one byte
+            counts += range(1, min(longest, len(answer.ids)) + 1)
+        if answer.status == "aborted":
+            counts.append(len(answer.ids))
+        tokenizer = self.model.tokenizer
+        each = (n for n in counts if ends_with_stop(tokenizer, ids[: len(begun) + n], stops))
+        return next(each, 0)
 
     def _routing(self, request: Request, answer: Answer, params: SamplingParams) -> numpy.ndarray:
         """The experts of the new positions; none, which is counted, if the server sent none. An

@@ -99,7 +99,7 @@ def pool(model: Model, tmp_path: Path) -> Iterator[SGLangPool]:
     """Three servers of which every request takes too long, in a pool that runs."""
     with idle_pool(model, tmp_path, queue_timeout=0.2, max_attempts=3) as found:
         for server in found.servers:
-            server.limits = Limits(model.config["vocab_size"], 64, 64)
+            server.limits = Limits(257, 64, 64)
             server.client = Scripted(lambda _: None)  # type: ignore[assignment]
         yield found
 
@@ -382,8 +382,6 @@ def test_an_answer_that_ended_with_another_string_is_faulty():
 
 
 def test_a_stop_string_that_an_interruption_splits_ends_the_response(pool: SGLangPool):
-    for server in pool.servers:
-        server.limits = Limits(257, 64, 64)
     ids = [*byte_tokenizer().encode("</tool>1</tool>2", add_special_tokens=False), ending(pool)]
     experts = numpy.tile(numpy.array([3, 5], "<i4"), 2 + len(ids) - 1).tobytes()
     scripted(pool, lambda _: Answer(ids[12:], [-0.5] * 5, "completed", pool.tag, experts))
@@ -392,6 +390,8 @@ def test_a_stop_string_that_an_interruption_splits_ends_the_response(pool: SGLan
     rollout = result(pool, params, Request((1, 2), (0, 7), part))
     assert (rollout.text, rollout.status) == ("</tool>1</tool>", "completed")
     assert len(rollout.routing) == 2 * (2 + rollout.length - 1)
+    scripted(pool, lambda _: Answer(ids[8:15], [-0.5] * 7, "aborted", pool.tag))
+    assert result(pool, params).status == "completed", "its last token was not looked at"
 
 
 def test_turn_ends_of_the_vocabulary_stop_a_response(model: Model):

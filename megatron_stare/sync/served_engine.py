@@ -229,8 +229,7 @@ class ServedEngine:
 
     def _note_progress(self, left: int) -> None:
         """Feed the watchdog where something came: a part of an answer, a group, a server's new
-        state. While no server answers,
-        sglang.start_timeout and sglang.max_restarts bound the wait.
+        state. While no server answers, sglang.start_timeout and sglang.max_restarts bound the wait.
         """
         pool = self._pool()
         servers = [(server.state, server.weights) for server in pool.servers]

@@ -194,9 +194,7 @@ def _updating(servers: Sequence[Server]) -> Iterator[None]:
 
 
 class WeightSync:
-    """Sends a whole stream of weights to servers of the pool and verifies what arrived.
-    Runs on rank 0.
-    """
+    """Sends a stream of weights to servers of the pool and verifies what arrived. On rank 0."""
 
     def __init__(self, pool: SGLangPool, settings: SGLangConfig, transport: Transport) -> None:
         self.pool, self.settings, self.transport = pool, settings, transport
@@ -212,8 +210,7 @@ class WeightSync:
         encoding: EncodedWeights | None = None,
     ) -> None:
         """Replace these servers' weights by the stream, under the tag that the pool expects; where
-        servers apply adapters, the stream is their base.
-        `encoding`: what encodes them on the way.
+        servers apply adapters, the stream is their base. `encoding`: what encodes it on the way.
 
         EngineError or ServerFault: a server failed; WeightMismatch: it holds other weights now. A
         server with a kept cache then stays paused: its requests must see no half of an update.

@@ -59,8 +59,7 @@ class Admission:
     Otherwise each would wait for all that is in the queue, its group would be complete last, and
     its prefix would be gone from the server's cache.
 
-    `version` is that of the weights a rollout must come from. Coroutines are for
-    the pool's thread.
+    `version` is that of the weights a rollout must come from. Coroutines are for the pool's thread.
     """
 
     def __init__(

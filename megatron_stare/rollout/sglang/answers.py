@@ -29,9 +29,7 @@ _NAN = "NaN happened"
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """One generation, checked: ids and log-probs of equal length,
-    and the weights that produced the last of them.
-    """
+    """One generation: ids and log-probs, and the weights that produced the last of them."""
 
     ids: numpy.ndarray
     logprobs: numpy.ndarray
@@ -70,9 +68,8 @@ def decoded(content: bytes) -> Any:
 def read_answer(
     content: dict[str, Any], stop_ids: Collection[int] = (), stops: Collection[str] = ()
 ) -> Answer:
-    """The parts of a /generate answer that training needs.
-    FaultyAnswer: one is missing or contradicts another, or the answer ended with a text that is
-    none of `stops`.
+    """The parts of a /generate answer that training needs. FaultyAnswer: one is missing or
+    contradicts another, or the answer ended with a text that is none of `stops`.
 
     A server also says `length` if the last allowed token is one of `stop_ids`: this answer is
     complete.
@@ -263,9 +260,8 @@ class Received:
             total = meta.get("completion_tokens", self._count + len(event["output_ids"]))
             if not finished:
                 meta["finish_reason"] = _UNFINISHED
-            elif (
-                meta["finish_reason"]["type"] == "abort"
-            ):  # of a queued request: it repeats earlier tokens
+            elif meta["finish_reason"]["type"] == "abort":
+                # That of a queued request repeats earlier tokens.
                 event = _first(event, total - self._count)
             piece = read_answer(event, self._stop_ids, self._stops)
         except (KeyError, TypeError, AttributeError) as error:

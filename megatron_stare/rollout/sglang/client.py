@@ -205,9 +205,7 @@ class SGLangClient:
         return State.READY
 
     async def tokenize(self, text: str) -> list[int] | None:
-        """The ids of the server's own tokenizer;
-        None where it has no such endpoint or no tokenizer.
-        """
+        """The ids of the server's own tokenizer; None without such an endpoint or tokenizer."""
         try:
             answer = await self.call(
                 "POST", "/tokenize", {"prompt": text, "add_special_tokens": False}

@@ -98,8 +98,8 @@ class ServerLayout:
 
 
 class Expected:
-    """Checksums that servers of one layout must report, per tensor-parallel rank,
-    built as the tensors pass.
+    """Checksums that servers of one layout must report, per tensor-parallel rank, built as the
+    tensors pass.
     """
 
     def __init__(self, layout: ServerLayout, config: Mapping[str, Any]) -> None:

@@ -252,8 +252,8 @@ class EncodedPart(NamedTuple):
 
 class KeptWeights:
     """The weights as they were last sent, in the trainer's host memory. `tag` names the version of
-    all of them; it is "" while a new version replaces them
-    tensor by tensor. `changed`: words that differ between the two versions so far.
+    all of them; it is "" while a new version replaces them tensor by tensor. `changed`: words that
+    differ between the two versions so far.
     """
 
     def __init__(self) -> None:

@@ -163,6 +163,8 @@ class AgentEngine(EpisodeEngine):
         """The rollout of an episode that ended, as its outcome says."""
         cut = session.ended or outcome.get("truncated") is True
         status: Status = "truncated" if cut else "completed"
+        if session.given_up:
+            outcome = {"failed": "invalid_answer", "message": "no server could sample an answer"}
         reward, failed = _reward_of(outcome)
         if failed and session.ended and "reward" not in outcome:
             failed = ""  # the agent met the limit; verifiers may still judge its last answer

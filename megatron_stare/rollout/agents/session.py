@@ -208,6 +208,7 @@ class AgentSession:
     ended: str = ""  # the limit that was reached
     failure: BaseException | None = None  # of the engine below
     refused: str = ""  # the engine's words about a prompt that it cannot take
+    given_up: bool = False  # the engine could not sample an answer
 
     def __post_init__(self) -> None:
         self.tree = CallTree(self.settings.tolerate)
@@ -363,7 +364,7 @@ class AgentSession:
         return dataclasses.replace(self.params, max_new_tokens=most, stop=stop)
 
     async def _sampled(self, prompt: numpy.ndarray, params: SamplingParams) -> Rollout:
-        """The engine's answer. BadCall: the episode ended meanwhile.
+        """The engine's answer. BadCall: it gave none, or the episode ended meanwhile.
 
         The seed depends on the prompt and on how often it came before, not on the order in which
         calls arrive: agents that run in parallel repeat.
@@ -384,6 +385,8 @@ class AgentSession:
             raise EngineFailed(error) from error
         finally:
             self._in_flight.remove(request)
+        if rollout.verdict == "unverifiable":  # its tokens are a substitute, not the model's
+            self.closed = self.given_up = True
         if self.closed or rollout.status == "aborted":
             raise BadCall("the episode is over", ENDED)
         self._tokens += rollout.length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_stare.compare.worlds.calculator import CALL_BEGIN, CALL_END, tool_
 from megatron_stare.config import AgentsConfig, Config, ScoringConfig, UserError, override
 from megatron_stare.records import Prompt, Rollout
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
+from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.scoring.judge import Judge
 from tests.rollout.agents.scripted import PARAMS, Scripted, agents, request
 
@@ -27,15 +29,21 @@ def calls_then_answers(text: str, number: int) -> str:
     return "\\boxed{42}<|end|>" if "<tool>" in text else CALL
 
 
-def played(tokenizer: Any, answer: Any, metadata: dict[str, Any] | None = None, **settings: Any):
-    """One episode's rollout, and the engine below."""
-    inner = Scripted(tokenizer, answer)
-    engine = agents(inner, tokenizer, **settings)
+def played(
+    tokenizer: Any,
+    answer: Any,
+    metadata: dict[str, Any] | None = None,
+    engine: type[Scripted] = Scripted,
+    **settings: Any,
+):
+    """One episode's rollout, and the engine below, an `engine`."""
+    inner = engine(tokenizer, answer)
+    upper = agents(inner, tokenizer, **settings)
     try:
-        (future,) = engine.submit([request(tokenizer, **(metadata or {}))], PARAMS)
+        (future,) = upper.submit([request(tokenizer, **(metadata or {}))], PARAMS)
         return future.result(timeout=60), inner
     finally:
-        engine.close()
+        upper.close()
 
 
 def judged(rollout: Rollout, reward: str = "episode") -> Rollout:
@@ -100,6 +108,23 @@ def test_a_failure_is_unverifiable_with_its_cause(
     for reward in ("episode", "math"):
         found = judged(rollout, reward)
         assert found.reward is None and found.verdict == "unverifiable"
+
+
+def test_tokens_that_no_server_sampled_are_not_trained(tokenizer: PreTrainedTokenizerBase):
+    class Unsound(Scripted):
+        """The second answer is the pool's substitute for one with log-probs that are not finite."""
+
+        def _one(self, request: Request, params: SamplingParams) -> Future[Rollout]:
+            future = super()._one(request, params)
+            if len(self.log) == 2:
+                future = Future()
+                end = Rollout.inserted([tokenizer.eos_token_id], "truncated", self.version)
+                future.set_result(end.without_loss(verdict="unverifiable"))
+            return future
+
+    rollout, _ = played(tokenizer, calls_then_answers, engine=Unsound, function="calculator")
+    assert rollout.episode["failed/invalid_answer"] == 1 == rollout.episode["calls"]
+    assert rollout.loss_tokens == 0 and judged(rollout).verdict == "unverifiable"
 
 
 def test_metrics_that_are_no_finite_numbers_are_left_out(tokenizer: PreTrainedTokenizerBase):

@@ -53,6 +53,7 @@ class ModelCall:
     instructed: bool = False  # the first message is the call's own: it is not carried over
     prompt_ids: tuple[int, ...] | None = None  # rendered by the client
     return_ids: bool = False
+    stream_usage: bool = False  # a stream ends with a chunk that has no choice but the usage
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ def read(body: Mapping[str, Any]) -> ModelCall:
         logprobs=bool(body.get("logprobs")),
         prompt_ids=_ids_of(body, "tokens"),
         return_ids=bool(body.get("return_token_ids")),
+        stream_usage=bool((body.get("stream_options") or {}).get("include_usage")),
         **delivery_of(body),
     )
 
@@ -202,7 +204,8 @@ def events_of(call: ModelCall, answer: ModelAnswer) -> Iterator[str]:
     for index, call_made in enumerate(message.get("tool_calls") or ()):
         yield chunk({"tool_calls": [{"index": index, **call_made}]})
     yield chunk({}, answer.finish_reason)
-    yield f"data: {json.dumps({**common, 'choices': [], 'usage': _usage(answer)})}\n\n"
+    if call.stream_usage:
+        yield f"data: {json.dumps({**common, 'choices': [], 'usage': _usage(answer)})}\n\n"
     yield "data: [DONE]\n\n"
 
 

@@ -117,8 +117,12 @@ def test_chunks_joined_are_the_json_answer(tokenizer: PreTrainedTokenizerBase, t
             made = [call["function"] for call in stream["tool_calls"]]
             assert made == [call["function"] for call in message.get("tool_calls", [])]
             assert text.endswith("data: [DONE]\n\n")
-            assert list(events(text))[-1]["usage"] == whole["usage"]
-            assert len(client.session.tree.nodes) == 2, "other bodies are other calls"
+            assert all(event["choices"] for event in events(text)), "clients read choices[0]"
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            _, text = await client.post({**body, **options})
+            last = list(events(text))[-1]
+            assert (last["choices"], last["usage"]) == ([], whole["usage"])
+            assert len(client.session.tree.nodes) == 3, "other bodies are other calls"
 
     asyncio.run(play())
 

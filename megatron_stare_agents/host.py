@@ -27,6 +27,7 @@ import importlib.util
 import inspect
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -75,6 +76,8 @@ async def run_function(function, message):
         found = await function(row, endpoint)
     else:
         found = await asyncio.to_thread(_in_thread, function, row, endpoint)
+        if inspect.isawaitable(found):  # of an object, or behind a decorator
+            found = await found
     return found if isinstance(found, dict) else {"reward": found}
 
 
@@ -103,9 +106,8 @@ async def run_command(command, message):
             "MEGATRON_STARE_ROW": row,
             "MEGATRON_STARE_OUTCOME": outcome,
         }
-        filled = [part.format(**endpoint) for part in command]
         process = await asyncio.create_subprocess_exec(
-            *filled,
+            *(filled(part, endpoint) for part in command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=sys.stderr,
             env=os.environ | names,
@@ -122,6 +124,13 @@ async def run_command(command, message):
         if code:
             return {"failed": "exit_code", "message": f"the command ended with exit code {code}"}
         return {"reward": None}
+
+
+def filled(part, endpoint):
+    """An argument with the endpoint's values; other braces, as of JSON or awk, stay."""
+    for name, value in endpoint.items():
+        part = part.replace(f"{{{name}}}", str(value))
+    return part
 
 
 def processes():
@@ -202,7 +211,10 @@ class Host:
 
     def __init__(self, settings, write):
         self.settings, self.write = settings, write
-        self.function = None if settings["command"] else load(settings["function"])
+        command = settings["command"]
+        self.function = None if command else load(settings["function"])
+        if command and shutil.which(command[0]) is None:
+            raise FileNotFoundError(f"there is no program {command[0]!r} on PATH; name its file")
         self.tasks = {}
 
     async def receive(self, message):

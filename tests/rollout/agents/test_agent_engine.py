@@ -169,6 +169,11 @@ def test_an_agent_that_returns_nothing_is_judged_by_verifiers_or_not_at_all(
     assert judged(rollout, "math").reward == 1.0
 
 
+def test_an_agent_may_be_an_object_whose_call_is_async(tokenizer: PreTrainedTokenizerBase):
+    rollout, _ = played(tokenizer, lambda *_: "12<|end|>", {"returns": 0.5}, function="called")
+    assert rollout.outcome == 0.5
+
+
 def test_an_episode_whose_host_dies_starts_once_more(tokenizer: PreTrainedTokenizerBase):
     rollout, inner = played(tokenizer, lambda *_: "12<|end|>", function="dies")
     assert rollout.outcome == 1.0 and len(inner.log) == 2

@@ -26,7 +26,8 @@ from tests.rollout.agents.scripted import PARAMS, PROGRAMS, Scripted, request
 PROGRAM = """
 import json, os, sys, urllib.request
 print("a line that is not a message")
-base, key = sys.argv[1:]
+base, key, other = sys.argv[1:]
+assert other == '{"a": {}} {0}', "braces of other text stay"
 assert (base, key) == (os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
 row = json.load(open(os.environ["MEGATRON_STARE_ROW"]))
 body = json.dumps({"messages": row["messages"]}).encode()
@@ -54,7 +55,7 @@ def test_a_command_is_an_agent(tokenizer: PreTrainedTokenizerBase, tmp_path: Pat
     line, expected = ENDS[end]
     program = tmp_path / "agent.py"
     program.write_text(PROGRAM.replace("END", line.replace("OUT", '"MEGATRON_STARE_OUTCOME"')))
-    command = [sys.executable, str(program), "{base_url}", "{api_key}"]
+    command = [sys.executable, str(program), "{base_url}", "{api_key}", '{"a": {}} {0}']
     before = set(psutil.Process().children(recursive=True))
     inner: Any = Scripted(tokenizer, lambda *_: "42<|end|>")
     engine = AgentEngine(inner, tokenizer, AgentsConfig(hosts=1, command=command), 256)
@@ -68,6 +69,11 @@ def test_a_command_is_an_agent(tokenizer: PreTrainedTokenizerBase, tmp_path: Pat
     else:
         assert rollout.outcome == expected and rollout.loss_tokens == 3
     assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"
+
+
+def test_a_command_whose_program_is_missing_is_refused_before_the_first_step():
+    with pytest.raises(UserError, match=r"agents\.command .* there is no program 'missing-agent'"):
+        check_agent(AgentsConfig(command=["missing-agent", "{base_url}"]))
 
 
 @pytest.mark.parametrize("kills", [2, 3])

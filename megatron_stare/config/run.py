@@ -82,7 +82,7 @@ class RunConfig:
     hang_timeout: NonNegative = 900.0
     """Seconds without progress, or without a heartbeat of some rank, after which the run reports
     where every rank is and exits; 0 waits forever. The value should exceed the time-outs of
-    servers, of agents and of remote rewards."""
+    servers, of tool calls and of remote rewards."""
 
 
 @section

@@ -38,6 +38,7 @@ from megatron_stare.policy.checkpoints.checkpoints import LATEST, CheckpointDire
 from megatron_stare.policy.checkpoints.names import step_of
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology
+from megatron_stare.reporting import heartbeat
 from megatron_stare.reporting.problem_scores import EVALUATION, Problem
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Engine
@@ -139,7 +140,8 @@ def with_tools(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBas
         except ModuleNotFoundError as error:
             raise UserError(f"agents need {error.name}; install megatron-stare[agents]") from None
         longest = _longest_sequence(config)
-        return AgentEngine(engine, tokenizer, config.agents, longest, variables)
+        agents = config.agents
+        return AgentEngine(engine, tokenizer, agents, longest, variables, heartbeat.moved)
     if not config.tools.environment:
         return engine
     make, release = environments(config)

@@ -14,7 +14,8 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +34,7 @@ from megatron_stare.rollout.tools.calls import FORMATS
 from megatron_stare.system import raise_file_limit
 
 TRIES = 2  # an episode whose host dies is begun once more
+WORK_SECONDS = 1.0  # between two looks whether an agent works
 
 
 class AgentEngine(EpisodeEngine):
@@ -45,18 +47,29 @@ class AgentEngine(EpisodeEngine):
         settings: AgentsConfig,
         context_length: int,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
-        """`variables`: of the chat template."""
+        """`variables`: of the chat template. `moved` tells a watchdog that a wait is no hang: while
+        `wait` lasts and an agent works between its calls, which agents.max_seconds bounds.
+        """
         super().__init__(engine, tokenizer, "agent-engine")
-        self.settings, self.context_length = settings, context_length
+        self.settings, self.context_length, self.moved = settings, context_length, moved
         self._sessions: dict[Seed, AgentSession] = {}
         self._tasks: dict[Seed, asyncio.Task[Any]] = {}
+        self._awaited = False
         try:
             self.renderer = Renderer(self.tokenizer, FORMATS[settings.format], variables)
             self._thread.run(self._start())
         except BaseException:
             self._thread.stop()
             raise
+
+    def wait(self, futures: Sequence[Future[Any]]) -> None:
+        self._awaited = True
+        try:
+            super().wait(futures)
+        finally:
+            self._awaited = False
 
     def counts(self) -> dict[str, float]:
         """The faults of the engine below, and those of hosts and keys."""
@@ -92,6 +105,14 @@ class AgentEngine(EpisodeEngine):
             await self.hosts.close()
             await self.endpoint.close()
             raise
+        self._work = asyncio.create_task(self._note_work())
+
+    async def _note_work(self) -> None:
+        while True:
+            await asyncio.sleep(WORK_SECONDS)
+            calling = sum(session.calling for session in self._sessions.values())
+            if self._awaited and self.hosts.running > calling:
+                self.moved()
 
     async def _end(self) -> None:
         await cancel(self._tasks.values())

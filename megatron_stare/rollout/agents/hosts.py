@@ -73,6 +73,11 @@ class Hosts:
         self._places = asyncio.Semaphore(settings.hosts * settings.episodes_per_host)
         self._starting = asyncio.Lock()
 
+    @property
+    def running(self) -> int:
+        """The number of episodes that have started and not ended."""
+        return sum(len(host.running) for host in self.hosts)
+
     async def start(self) -> None:
         """Start the processes. UserError: the agent cannot be loaded there."""
         starts = [self._begun() for _ in range(self.settings.hosts)]

@@ -220,6 +220,11 @@ class AgentSession:
         # of the calls in flight: their parents, and whether they begin a sequence
         self._begun: list[tuple[Node | None, bool]] = []
 
+    @property
+    def calling(self) -> bool:
+        """Whether a call waits for the engine."""
+        return bool(self._in_flight)
+
     def knows(self, body: str) -> bool:
         """Whether an equal request came before."""
         return digest(body) in self._deliveries

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stare.compare.worlds.calculator import CALL_BEGIN, CALL_END, tool_tokenizer
 from megatron_stare.config import AgentsConfig, Config, ScoringConfig, UserError, override
 from megatron_stare.records import Prompt, Rollout
+from megatron_stare.rollout.agents import agent_engine
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
 from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.scoring.judge import Judge
@@ -206,6 +209,41 @@ def test_an_agent_that_hangs_is_stopped(tokenizer: PreTrainedTokenizerBase, func
     rollout, _ = played(tokenizer, lambda *_: "12<|end|>", function=function, max_seconds=4.0)
     assert rollout.status == "truncated" and rollout.episode["ended/max_seconds"] == 1
     assert rollout.loss_tokens == 3
+
+
+def test_an_agent_at_work_is_no_hang_and_a_call_without_an_answer_is(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+):
+    class Waiting(Scripted):
+        def wait(self, futures: Any) -> None:
+            for future in futures:
+                future.result()
+
+    monkeypatch.setattr(agent_engine, "WORK_SECONDS", 0.01)
+    inner, moves = Waiting(tokenizer, lambda *_: "12<|end|>"), []
+    inner.held = True
+    engine = agents(inner, tokenizer, function="hangs", max_seconds=600.0)
+    engine.moved = lambda: moves.append(1)
+    try:
+        (future,) = engine.submit([request(tokenizer)], PARAMS)
+        while not inner.waiting:
+            time.sleep(0.01)
+        waiting = threading.Thread(target=engine.wait, args=([future],))
+        waiting.start()
+        time.sleep(0.3)
+        assert not moves, "the call waits for the engine"
+        inner.release()
+        while not moves:
+            time.sleep(0.01)
+        engine.abort()
+        waiting.join()
+        time.sleep(0.05)  # a look that has begun
+        moves.clear()
+        (future,) = engine.submit([request(tokenizer)], PARAMS)
+        time.sleep(0.3)
+        assert not moves, "nobody waits"
+    finally:
+        engine.close()
 
 
 def test_an_abort_right_after_the_submission_ends_the_episodes(

@@ -327,8 +327,8 @@ class Session:
         return await self._sandbox.in_thread(self._next, code, on_start=on_start)
 
     async def close_async(self) -> None:
-        """`close` for coroutines."""
-        await self._sandbox.in_thread(self.close)
+        """`close` for coroutines; it waits for no place of a call."""
+        await asyncio.to_thread(self.close)
 
     def close(self) -> None:
         """End the session's processes and remove its files."""

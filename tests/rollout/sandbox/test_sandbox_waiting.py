@@ -57,6 +57,19 @@ def test_the_calls_of_a_turn_take_one_place_of_the_sandbox_in_their_order():
     assert order == ["another episode", "first", "2", "3", "4"]
 
 
+def test_a_session_is_closed_while_calls_take_all_places():
+    free = threading.Event()
+    with open_kind("limits", max_concurrency=1) as sandbox:
+        session = sandbox.session()
+        session.run("1")
+        sandbox._callers.submit(free.wait)
+        try:
+            asyncio.run(asyncio.wait_for(session.close_async(), 20))
+            assert not sandbox._keeping
+        finally:
+            free.set()
+
+
 @pytest.mark.parametrize("stateful", [False, True])
 def test_waiting_for_a_free_interpreter_does_not_count_as_call_time(stateful: bool):
     on_start, free = threading.Event(), threading.Event()

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
@@ -146,21 +147,23 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), begin: bool = True
     ) -> tuple[list[str], list[str]]:
         """The template's text before, between and after what users, tools and systems say, and what
-        they say. TemplateError.
+        they say, as the template writes it. TemplateError.
         """
-        marked, said = _marked(messages)
-        return _split(self.text(marked, tools, begin), len(said)), said
+        return _pieces(lambda some: self.text(some, tools, begin), messages)
 
     def pieces_after_turn(
         self, messages: Sequence[Mapping[str, Any]]
     ) -> tuple[list[str], list[str]]:
         """As `pieces`, from the end of a model's turn to the beginning of its next one."""
-        marked, said = _marked(messages)
         before = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _TURN}]
-        _, *after = self.text([*before, *marked]).split(_TURN)
-        if len(after) != 1:
-            raise TemplateError("it leaves out or repeats a turn of the model")
-        return _split(after[0], len(said)), said
+
+        def after(some: Sequence[Mapping[str, Any]]) -> str:
+            text = self.text([*before, *some])
+            if text.count(_TURN) != 1 + sum(str(each["content"]).count(_TURN) for each in some):
+                raise TemplateError("it leaves out or repeats a turn of the model")
+            return text.partition(_TURN)[2]
+
+        return _pieces(after, messages)
 
     def ids_after_turn(
         self, messages: Sequence[Mapping[str, Any]], last_id: int, closing: str = ""
@@ -204,21 +207,37 @@ def _readable(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """The messages with marks for what users, tools and systems say, and what they say."""
-    marked: list[Mapping[str, Any]] = []
-    said: list[str] = []
-    for message in messages:
-        if message["role"] != "assistant":
-            said.append(message["content"])
-            message = {**message, "content": _MARK.format(len(said) - 1)}
-        marked.append(message)
-    return marked, said
+def _pieces(
+    write: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
+) -> tuple[list[str], list[str]]:
+    """The pieces of `write` around what users, tools and systems say, and what it makes of that:
+    some templates remove white space around a text, and Llama 3 writes a tool's result as JSON.
+    """
+    places = [n for n, message in enumerate(messages) if message["role"] != "assistant"]
+    said = [str(messages[place]["content"]) for place in places]
+    marks = [_MARK.format(number) for number in range(len(said))]
+    marked = list(messages)
+    for place, mark in zip(places, marks, strict=True):
+        marked[place] = {**messages[place], "content": mark}
+    pieces = _split(write(marked), marks)
+    if write(messages) == _readable(_joined(pieces, said)):
+        return pieces, said
+    for number, place in enumerate(places):  # each alone: one text cannot pose as a later piece
+        alone = write([*marked[:place], messages[place], *marked[place + 1 :]])
+        before = _joined(pieces[: number + 1], marks[:number])
+        after = _joined(pieces[number + 1 :], marks[number + 1 :])
+        if alone.startswith(before) and alone.removeprefix(before).endswith(after):
+            said[number] = alone[len(before) : len(alone) - len(after)]
+    return pieces, said
 
 
-def _split(text: str, count: int) -> list[str]:
-    marks = [re.escape(_MARK.format(number)) for number in range(count)]
-    pieces = re.split("|".join(marks), text) if marks else [text]
-    if len(pieces) != count + 1:
+def _joined(pieces: Sequence[str], between: Sequence[str]) -> str:
+    """The pieces with texts between them."""
+    return "".join(map("".join, itertools.zip_longest(pieces, between, fillvalue="")))
+
+
+def _split(text: str, marks: Sequence[str]) -> list[str]:
+    pieces = re.split("|".join(map(re.escape, marks)), text) if marks else [text]
+    if len(pieces) != len(marks) + 1:
         raise TemplateError("it leaves out or repeats a message")
     return pieces

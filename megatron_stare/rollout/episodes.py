@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jinja2
+import numpy
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -28,6 +29,7 @@ from megatron_stare.rollout.engine import Engine, Limits, Request, SamplingParam
 
 log = logging.getLogger(__name__)
 
+THINK = "<think>"
 _TURN, _MARK = "%turn%", "%content{}%"
 
 FAILED = "an episode failed; such are left out of the loss"
@@ -178,6 +180,13 @@ class ChatTemplate:
         else:
             pieces[0] = closing + pieces[0]
         return self.encoded(pieces, said)
+
+    def begun(self, before: numpy.ndarray) -> str:
+        """The beginning of a turn that the template wrote, which the ids before the turn end with:
+        that of a thought, or nothing.
+        """
+        end = self.tokenizer.decode(before[-8:].tolist(), skip_special_tokens=False)
+        return f"{THINK}\n" if end.rstrip().endswith(THINK) else ""
 
     def encoded(self, pieces: Sequence[str], said: Sequence[str]) -> list[int]:
         """The ids of the template's pieces, and between them of what others say."""

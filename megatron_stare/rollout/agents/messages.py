@@ -30,8 +30,8 @@ from typing import Any
 import numpy
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stare.rollout.episodes import ChatTemplate, TemplateError
-from megatron_stare.rollout.tools.calls import CALL, Tool, ToolCall, ToolFormat, strict_json
+from megatron_stare.rollout.episodes import THINK, ChatTemplate, TemplateError
+from megatron_stare.rollout.tools.calls import Tool, ToolCall, ToolFormat, strict_json
 
 Message = dict[str, Any]
 _FORMAT = frozenset({"null", "parts", "whitespace", "arguments", "keys"})
@@ -40,7 +40,7 @@ ROLES = {"system", "user", "assistant", "tool"}
 _REASONING = ("reasoning_content", "reasoning")
 _KNOWN = {"role", "content", "tool_calls", "tool_call_id", *_REASONING}
 _ARGUMENTS = re.compile(r'"arguments"\s*:')
-THINK, END_OF_THINK = "<think>", "</think>"
+END_OF_THINK = "</think>"
 
 
 class BadCall(ValueError):
@@ -245,11 +245,7 @@ class Renderer:
         ids = list(ids)
         if ids and ids[-1] in self._special:
             ids.pop()
-        text = self.tokenizer.decode(ids, skip_special_tokens=False)
-        begun = self.tokenizer.decode(prompt[-8:].tolist(), skip_special_tokens=False)
-        thinking = begun.rstrip().endswith(THINK)
-        if thinking:
-            text = THINK + text
+        text = self.template.begun(prompt) + self.tokenizer.decode(ids, skip_special_tokens=False)
         cut = min([place for each in stop if (place := text.find(each)) >= 0], default=len(text))
         text, reasoning, closing = text[:cut], "", ""
         if text.lstrip().startswith(THINK):
@@ -268,7 +264,7 @@ class Renderer:
         """Each call by itself: a broken one does not take the others with it."""
         calls: list[tuple[str, str]] = []
         malformed, content, end = 0, "", 0
-        for match in CALL.finditer(text):
+        for match in self.form.call.finditer(text):
             content += text[end : match.start()]
             end = match.end()
             for call in self._read(match[0], tools):
@@ -276,7 +272,7 @@ class Renderer:
                 if not call.error:
                     calls.append((call.name, json.dumps(call.arguments)))
                 elif call.name:
-                    calls.append((call.name, _raw_arguments(match[1])))
+                    calls.append((call.name, _raw_arguments(match[1] or match[0])))
                 else:
                     content += match[0]
         return (content + text[end:]).strip("\n") if calls else text, calls, malformed

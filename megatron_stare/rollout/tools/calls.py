@@ -28,7 +28,7 @@ from typing import Any
 Tool = Mapping[str, Any]
 CODE_TOOL = "python"
 
-CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]*)>(.*?)(</function>\s*|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>(.*?)</parameter>\s*", re.DOTALL)
 _CODE = re.compile(
@@ -69,7 +69,7 @@ class ToolCall:
 @dataclass(frozen=True)
 class ToolFormat:
     """A format of calls. `read` gives the calls in a text, in order; it needs the tools for the
-    types of arguments.
+    types of arguments. `call` finds the text of each, whole or broken.
 
     `stop_strings` end a call: a loop that lets a model make one call at a time stops generating
     there; one that allows several in a turn waits for the end of the turn instead.
@@ -77,20 +77,21 @@ class ToolFormat:
 
     stop_strings: tuple[str, ...]
     read: Callable[[str, Sequence[Tool]], list[ToolCall]]
+    call: re.Pattern[str]
 
 
 def read_hermes(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
     """Calls as JSON objects. A missing end tag is forgiven where the object is whole:
     some engines cut stop strings.
     """
-    return [_hermes_call(match[1], bool(match[2])) for match in CALL.finditer(_spoken(text))]
+    return [_hermes_call(match[1], bool(match[2])) for match in _CALL.finditer(_spoken(text))]
 
 
 def read_qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
     """Calls as XML. Values are strings, except for parameters whose schema says otherwise:
     those are JSON.
     """
-    return [_xml_call(match[1], tools) for match in CALL.finditer(_spoken(text))]
+    return [_xml_call(match[1], tools) for match in _CALL.finditer(_spoken(text))]
 
 
 def read_code(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
@@ -99,9 +100,9 @@ def read_code(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
 
 
 FORMATS: dict[str, ToolFormat] = {
-    "hermes": ToolFormat(("</tool_call>",), read_hermes),
-    "qwen3_coder": ToolFormat(("</tool_call>",), read_qwen3_coder),
-    "code": ToolFormat(("</code>", "\n```\n"), read_code),
+    "hermes": ToolFormat(("</tool_call>",), read_hermes, _CALL),
+    "qwen3_coder": ToolFormat(("</tool_call>",), read_qwen3_coder, _CALL),
+    "code": ToolFormat(("</code>", "\n```\n"), read_code, _CODE),
 }
 
 

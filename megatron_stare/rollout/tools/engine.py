@@ -27,6 +27,7 @@ from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
 
+import numpy
 import regex
 from transformers import PreTrainedTokenizerBase
 
@@ -41,7 +42,7 @@ from megatron_stare.rollout.episodes import (
     TemplateError,
 )
 from megatron_stare.rollout.sandbox.interpreter import SandboxError
-from megatron_stare.rollout.tools.calls import FORMATS
+from megatron_stare.rollout.tools.calls import FORMATS, ToolCall
 from megatron_stare.rollout.tools.environment import Episode, MakeEnvironment, is_own_fault, words
 
 # For tools.answer_pattern in one turn: a pattern may take exponential time on a text of a model's.
@@ -67,13 +68,15 @@ class ToolEngine(EpisodeEngine):
         self.form = FORMATS[settings.format]
         self.answer = _compiled(settings.answer_pattern)
         self.messages = ToolMessages(self.tokenizer, settings.response, variables)
+        # Texts that end a turn, in which the results then stand.
+        self.stops = self.form.stop_strings if settings.response else ()
         self._active: set[Seed] = set()
         self._aborted: set[Seed] = set()
         self._outbox: list[tuple[Request, SamplingParams, asyncio.Future[Future[Rollout]]]] = []
 
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
-        own = self.form.stop_strings if self.settings.response else ()
-        return super().submit(requests, dataclasses.replace(params, stop=(*params.stop, *own)))
+        stop = (*params.stop, *self.stops)
+        return super().submit(requests, dataclasses.replace(params, stop=stop))
 
     def close(self) -> None:
         """End the episodes, the engine, and what the environments share."""
@@ -168,6 +171,7 @@ class _Trajectory:
     async def play(self, episode: Episode) -> Rollout:
         settings, began = self.engine.settings, time.monotonic()
         part: Rollout | None = None
+        begin = 0  # of the turn
         while True:
             try:
                 rollout = await self.engine.generate(
@@ -181,8 +185,15 @@ class _Trajectory:
             if rollout.status == "aborted":
                 return Rollout.inserted((), "aborted", rollout.weight_version)
             self.rollout = rollout
-            known = len(part.response_ids) if part else 0
-            calls = self._read(rollout.response_ids[known:].tolist(), episode)
+            ids = rollout.response_ids[begin:].tolist()
+            text = self._text(ids, rollout.response_ids[:begin])
+            calls = self.engine.form.read(text, episode.tools)
+            if rollout.status == "completed" and not calls and self._goes_on(ids):
+                part = dataclasses.replace(rollout, status="aborted")
+                if rollout.length < self.params.max_new_tokens:
+                    continue
+                rollout = dataclasses.replace(rollout, status="truncated")
+            self._count(ids, text, calls)
             if (
                 rollout.status == "truncated"
                 or not calls
@@ -197,25 +208,39 @@ class _Trajectory:
             answers = await episode.answer(calls)
             self.counts["tool_calls"] += len(answers)
             self.counts["tool_errors"] += sum(not answer.ok for answer in answers)
-            ids = self.engine.messages.ids(
+            results = self.engine.messages.ids(
                 [answer.text for answer in answers], int(rollout.response_ids[-1])
             )
-            if len(rollout.response_ids) + len(ids) >= self.params.max_new_tokens:
+            if rollout.length + len(results) >= self.params.max_new_tokens:
                 return self._unfinished(rollout)
-            part = rollout.continued(Rollout.inserted(ids, "aborted", rollout.weight_version))
+            part = rollout.continued(Rollout.inserted(results, "aborted", rollout.weight_version))
+            begin = part.length
 
-    def _read(self, ids: list[int], episode: Episode) -> list[Any]:
-        """The calls of a turn, which is counted."""
-        form, tokenizer = self.engine.form, self.engine.tokenizer
-        self.texts.append(
-            tokenizer.decode(ids, skip_special_tokens=self.params.skip_special_tokens)
-        )
-        whole = tokenizer.decode(ids, skip_special_tokens=False)
+    def _text(self, ids: list[int], before: numpy.ndarray) -> str:
+        """A turn's text after the ids `before` it; a thought that the template began is one."""
+        known = before if len(before) else self.request.prompt_ids
+        begun = self.engine.messages.template.begun(known)
+        return begun + self.engine.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _goes_on(self, ids: list[int]) -> bool:
+        """Whether a stop text of the format, and nothing else, has ended a turn without a call: it
+        ended a block of other text, or stood in a thought.
+        """
+        stops, decode = self.engine.stops, self.engine.tokenizer.decode
+        if not stops:
+            return False
+        whole, before = (decode(part, skip_special_tokens=False) for part in (ids, ids[:-1]))
+        last = [whole[max(0, len(before) - len(stop) + 1) :] for stop in self.params.stop]
+        ended = {stop for stop, text in zip(self.params.stop, last, strict=True) if stop in text}
+        return bool(ended) and ended <= {*stops}
+
+    def _count(self, ids: list[int], text: str, calls: Sequence[ToolCall]) -> None:
+        """Note a turn and its calls."""
+        skip = self.params.skip_special_tokens
+        self.texts.append(self.engine.tokenizer.decode(ids, skip_special_tokens=skip))
         self.counts["turns"] += 1
-        calls = form.read(whole, episode.tools)
-        answered = self.engine.answer.search(whole, timeout=PATTERN_SECONDS) is not None
+        answered = self.engine.answer.search(text, timeout=PATTERN_SECONDS) is not None
         self.counts["void"] += float(not answered and all(call.error for call in calls))
-        return calls
 
     def broken(self) -> Rollout:
         """The tokens so far of an episode that ended in an error, without loss tokens."""

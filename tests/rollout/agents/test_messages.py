@@ -101,6 +101,16 @@ def test_a_call_that_is_mostly_white_space_is_read_at_once(tokenizer: PreTrained
     assert found == ("", [("f", body)], 1)
 
 
+def test_pieces_of_code_are_calls(tokenizer: PreTrainedTokenizerBase):
+    renderer = Renderer(tokenizer, FORMATS["code"])
+    text = "First\n```python\nprint(1)\n```\nthen <code>2</code> and\n```python\n3"
+    one, two = (json.dumps({"code": code}) for code in ("print(1)", "2"))
+    content, calls, malformed = renderer._calls(text, (TOOL,))
+    assert content == "First\n\nthen  and"
+    assert calls == [("python", one), ("python", two), ("python", "```python\n3")]
+    assert malformed == 1
+
+
 def test_arguments_that_nest_too_deep_to_be_compared_are_text():
     deep = "[" * 1000 + "]" * 1000
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": deep}}]}

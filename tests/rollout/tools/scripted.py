@@ -75,14 +75,17 @@ def played(
     tokenizer: PreTrainedTokenizerBase,
     turns: Sequence[str],
     params: SamplingParams = PARAMS,
+    begun: str = "",
     **settings: Any,
 ):
-    """The rollout of one episode, and the engine that it was played on."""
+    """The rollout of one episode, and the engine that it was played on. `begun`: the beginning of
+    the first turn, in the prompt.
+    """
     inner = Scripted(tokenizer, turns)
     make = settings.pop("make", CalculatorEnvironment)
     engine = ToolEngine(inner, make, tokenizer, ToolsConfig(environment="calculator", **settings))  # type: ignore[arg-type]
     try:
-        prompt = Prompt(0, tuple(tokenizer.encode("<user>6*7=<|end|><assistant>")), "42")
+        prompt = Prompt(0, tuple(tokenizer.encode(f"<user>6*7=<|end|><assistant>{begun}")), "42")
         (future,) = engine.submit([Request(prompt.token_ids, (0, 0), prompt=prompt)], params)
         return future.result(timeout=20), inner
     finally:

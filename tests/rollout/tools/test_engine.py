@@ -34,7 +34,7 @@ from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, Prompt, Rollout, turns_of
 from megatron_stare.rollout.embedded import EmbeddedEngine
 from megatron_stare.rollout.engine import Request, SamplingParams
-from megatron_stare.rollout.tools.builtin import CalculatorEnvironment
+from megatron_stare.rollout.tools.builtin import PYTHON_TOOL, CalculatorEnvironment
 from megatron_stare.rollout.tools.engine import ToolEngine, ToolMessages
 from tests.rollout.tools.scripted import CALL, PARAMS, Scripted, played
 
@@ -271,6 +271,48 @@ def test_results_inside_a_turn_stop_at_the_end_of_the_code(
     (cut,) = engine.submit([Request(prompt, (0, 0))], SamplingParams(1.0, 1.0, 120, stop=(stop,)))
     found = tokenizer.decode(cut.result().response_ids)
     assert cut.result().status == "completed" and found == text[: text.index(stop) + 2]
+
+
+@pytest.mark.parametrize("end", ["", "</think>"])
+def test_a_call_in_a_thought_that_the_template_began_is_not_made(
+    tokenizer: PreTrainedTokenizerBase, end: str
+):
+    rollout, _ = played(tokenizer, [end + CALL, "\\boxed{42}<|end|>"], begun="<think>\n")
+    assert rollout.episode["tool_calls"] == bool(end) and rollout.status == "completed"
+
+
+class Printing(CalculatorEnvironment):
+    tools = (PYTHON_TOOL,)
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        return arguments["code"].removeprefix("print(").removesuffix(")")
+
+
+@pytest.mark.parametrize("room", [230, 22])
+def test_the_end_of_a_block_of_other_text_ends_no_turn(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, room: int
+):
+    """An engine stops at each of these pieces: their last line is a stop text of the format."""
+    pieces = ["The data:\n```\n", "1 2\n```\n", "```python\nprint(3)\n```\n", "\\boxed{3}<|end|>"]
+
+    def answer(self: Scripted, request: Request, params: SamplingParams) -> Future[Rollout]:
+        self.turns = pieces[len(self.asked) :]
+        return scripted_answer(self, request, params)
+
+    scripted_answer = Scripted._answer
+    monkeypatch.setattr(Scripted, "_answer", answer)
+    params = dataclasses.replace(PARAMS, max_new_tokens=room)
+    settings = {"format": "code", "response": "<out>{output}</out>", "make": Printing}
+    rollout, inner = played(tokenizer, pieces, params, **settings)
+    written = "".join(pieces[:3]) + "<out>3</out>" + pieces[3]
+    text = tokenizer.decode(rollout.response_ids)
+    if room < 230:
+        assert (text, rollout.status) == (written[:room], "truncated") and rollout.loss_mask.all()
+        return
+    assert (text, rollout.status, len(inner.asked)) == (written, "completed", 4)
+    assert rollout.episode["turns"] == 2 and rollout.episode["tool_calls"] == 1
+    assert rollout.length - rollout.loss_tokens == len("<out>3</out>")
+    assert rollout.text.split("\n\\boxed")[0] == "".join(pieces[:3])
 
 
 @pytest.mark.parametrize(

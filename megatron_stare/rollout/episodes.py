@@ -189,9 +189,14 @@ class ChatTemplate:
         return f"{THINK}\n" if end.rstrip().endswith(THINK) else ""
 
     def encoded(self, pieces: Sequence[str], said: Sequence[str]) -> list[int]:
-        """The ids of the template's pieces, and between them of what others say."""
+        """The ids of the template's pieces, and between them of what others say: as of one text,
+        as a server reads it, unless a special token in what they say has to stay text.
+        """
+        if not any(map(self.has_special, said)):
+            pieces, said = [_joined(pieces, said)], []
         ids: list[int] = []
         for place, piece in enumerate(pieces):
+            piece = _readable(piece)
             ids += self.tokenizer.encode(piece, add_special_tokens=False) if piece else []
             ids += self.as_text(said[place]) if place < len(said) and said[place] else []
         return ids

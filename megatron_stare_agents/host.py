@@ -76,7 +76,7 @@ async def run_function(function, message):
         found = await function(row, endpoint)
     else:
         found = await asyncio.to_thread(_in_thread, function, row, endpoint)
-        if inspect.isawaitable(found):  # of an object, or behind a decorator
+        if inspect.isawaitable(found):  # of an object, or of a function under a decorator
             found = await found
     return found if isinstance(found, dict) else {"reward": found}
 

@@ -49,7 +49,7 @@ class AgentEngine(EpisodeEngine):
         variables: Mapping[str, Any] = MappingProxyType({}),
         moved: Callable[[], None] = lambda: None,
     ) -> None:
-        """`variables`: of the chat template. `moved` tells a watchdog that a wait is no hang: while
+        """`variables`: of the chat template. `moved` shows a watchdog that a wait is no hang: while
         `wait` lasts and an agent works between its calls, which agents.max_seconds bounds.
         """
         super().__init__(engine, tokenizer, "agent-engine")

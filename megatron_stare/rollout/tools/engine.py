@@ -188,7 +188,7 @@ class _Trajectory:
             ids = rollout.response_ids[begin:].tolist()
             text = self._text(ids, rollout.response_ids[:begin])
             calls = self.engine.form.read(text, episode.tools)
-            if rollout.status == "completed" and not calls and self._goes_on(ids):
+            if rollout.status == "completed" and not calls and self._continues(ids):
                 part = dataclasses.replace(rollout, status="aborted")
                 if rollout.length < self.params.max_new_tokens:
                     continue
@@ -222,7 +222,7 @@ class _Trajectory:
         begun = self.engine.messages.template.begun(known)
         return begun + self.engine.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _goes_on(self, ids: list[int]) -> bool:
+    def _continues(self, ids: list[int]) -> bool:
         """Whether a stop text of the format, and nothing else, has ended a turn without a call: it
         ended a block of other text, or stood in a thought.
         """

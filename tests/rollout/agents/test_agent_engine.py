@@ -241,7 +241,7 @@ def test_an_agent_at_work_is_no_hang_and_a_call_without_an_answer_is(
         moves.clear()
         (future,) = engine.submit([request(tokenizer)], PARAMS)
         time.sleep(0.3)
-        assert not moves, "nobody waits"
+        assert not moves, "no caller waits"
     finally:
         engine.close()
 

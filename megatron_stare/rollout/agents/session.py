@@ -254,6 +254,8 @@ class AgentSession:
         return list(self._in_flight)
 
     def _check_budget(self) -> None:
+        if self.given_up:
+            raise BadCall("the episode is over", ENDED)
         settings = self.settings
         for name, used, most in (
             ("agents.max_calls", self.counts["asked"], settings.max_calls),
@@ -390,9 +392,9 @@ class AgentSession:
             raise EngineFailed(error) from error
         finally:
             self._in_flight.remove(request)
-        if rollout.verdict == "unverifiable":  # its tokens are a substitute, not the model's
-            self.closed = self.given_up = True
-        if self.closed or rollout.status == "aborted":
+        # Tokens of an unverifiable rollout are a substitute, not the model's.
+        self.given_up |= rollout.verdict == "unverifiable"
+        if self.closed or self.given_up or rollout.status == "aborted":
             raise BadCall("the episode is over", ENDED)
         self._tokens += rollout.length
         return rollout

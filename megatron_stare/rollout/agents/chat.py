@@ -33,8 +33,11 @@ IGNORED = (
     "logit_bias",
     "response_format",
     "chat_template_kwargs",
+    "reasoning_effort",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
 )
-_IGNORED_WITH_IDS = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,8 @@ def _read_ids(body: Mapping[str, Any]) -> ModelCall:
     return ModelCall(
         [],
         max_tokens=count_of(params, "max_tokens"),
-        ignored=ignored_of(params, _IGNORED_WITH_IDS),
+        stop=stop_texts(params.get("stop")),
+        ignored=ignored_of(params, IGNORED),
         prompt_ids=ids,
         **delivery_of(body),
     )

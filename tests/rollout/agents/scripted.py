@@ -31,6 +31,7 @@ class Scripted:
         self.version, self.held = 3, False
         self.log: list[tuple[list[int], list[int]]] = []
         self.requests: list[Request] = []
+        self.params: list[SamplingParams] = []
         self.waiting: list[tuple[Future[Rollout], Rollout]] = []
 
     def submit(self, requests: Sequence[Request], params: SamplingParams) -> list[Future[Rollout]]:
@@ -43,6 +44,7 @@ class Scripted:
         ids = every[: params.max_new_tokens]
         self.log.append((prompt, ids))
         self.requests.append(request)
+        self.params.append(params)
         rollout = Rollout(
             ids,
             [-0.5 - len(self.log)] * len(ids),

@@ -118,7 +118,8 @@ def test_a_client_with_its_own_rendering_gets_token_ids(tokenizer: PreTrainedTok
             closed = {**ASKED, "add_generation_prompt": False}
             _, closed = await post(client, "tokenize", closed)
             assert tokenizer.decode(closed["tokens"]) == "<user>6*7=<|end|>"
-            asked = {"token_ids": ids, "sampling_params": {"max_tokens": 9, "temperature": 0.5}}
+            params = {"max_tokens": 9, "temperature": 0.5, "stop": ["34"], "stop_token_ids": [3]}
+            asked = {"token_ids": ids, "sampling_params": params}
             _, first = await post(client, "inference/v1/generate", asked)
             choice = first["choices"][0]
             assert tokenizer.decode(choice["token_ids"]) == "12<|end|>"
@@ -131,7 +132,9 @@ def test_a_client_with_its_own_rendering_gets_token_ids(tokenizer: PreTrainedTok
             rollout = client.session.rollout({}, status="completed")
             assert rollout.response_ids.tolist() == longer + second["choices"][0]["token_ids"]
             assert rollout.loss_tokens == 6 and len(rollout.lengths) == 1
-            assert client.session.counts["ignored/temperature"] == 1
+            assert client.inner.params[0].stop == ("34",)
+            for name in ("temperature", "stop_token_ids"):
+                assert client.session.counts[f"ignored/{name}"] == 1
 
     asyncio.run(play())
 

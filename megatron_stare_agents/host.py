@@ -90,8 +90,9 @@ def _in_thread(function, row, endpoint):
         _threads.discard(own)
 
 
-async def run_command(command, message):
+async def run_command(command, message, grace_seconds):
     """The outcome of a command's episode."""
+    patience = 0.0
     endpoint = message["endpoint"]
     base = endpoint["base_url"]
     with tempfile.TemporaryDirectory(prefix="agent-") as folder:
@@ -115,8 +116,11 @@ async def run_command(command, message):
         )
         try:
             code = await process.wait()
+        except asyncio.CancelledError:  # stopped: it may end containers, for example
+            patience = 0.8 * grace_seconds  # after which the trainer ends this host
+            raise
         finally:
-            await end_session(process.pid)
+            await end_session(process.pid, patience)
         with contextlib.suppress(OSError), open(outcome, encoding="utf-8") as file:
             if text := file.read().strip():
                 found = json.loads(text.rpartition("\n")[2])
@@ -142,21 +146,27 @@ def processes():
             yield int(name), state, int(parent), int(session)
 
 
-def _kill(found):
+def _kill(found, number=signal.SIGKILL):
     for process in found:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(process, signal.SIGKILL)
+            os.kill(process, number)
 
 
-async def end_session(session):
-    """End what a command has started, also what left its process group, as `timeout` does."""
-    deadline = time.monotonic() + _END_SECONDS
-    while time.monotonic() < deadline:
-        found = [number for number, state, _, its in processes() if its == session and state != "Z"]
-        if not found:
-            return
-        _kill(found)
-        await asyncio.sleep(0.01)
+async def end_session(session, patience):
+    """End what a command has started, also what left its process group, as `timeout` does. With
+    `patience` it first gets SIGTERM, and these seconds to end.
+    """
+    if patience:
+        _kill(_of_session(session), signal.SIGTERM)
+    kills = time.monotonic() + patience
+    while (now := time.monotonic()) < kills + _END_SECONDS and (found := _of_session(session)):
+        if now >= kills:
+            _kill(found)
+        await asyncio.sleep(0.01 if now >= kills else 0.1)
+
+
+def _of_session(session):
+    return [number for number, state, _, its in processes() if its == session and state != "Z"]
 
 
 def end_descendants():
@@ -230,7 +240,8 @@ class Host:
     async def _episode(self, number, message):
         try:
             if self.function is None:
-                outcome = await run_command(self.settings["command"], message)
+                command, seconds = self.settings["command"], self.settings["grace_seconds"]
+                outcome = await run_command(command, message, seconds)
             else:
                 outcome = await run_function(self.function, message)
             outcome = {name: outcome[name] for name in _FIELDS if name in outcome}

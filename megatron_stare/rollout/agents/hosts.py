@@ -25,6 +25,7 @@ from megatron_stare.config import AgentsConfig, UserError
 SCRIPT = Path(__file__).resolve().parents[3] / "megatron_stare_agents" / "host.py"
 START_SECONDS = 120.0
 _STARTS = 3  # of a host that a signal ends before it is ready, as where memory runs out
+_OF_HOSTS = ("function", "command", "grace_seconds")  # settings that a host reads
 _LINE = 64 << 20  # bytes of a line at most: rows may be large
 
 
@@ -166,7 +167,7 @@ class Hosts:
             process = await asyncio.create_subprocess_exec(
                 python,
                 str(SCRIPT),
-                json.dumps({"function": settings.function, "command": settings.command}),
+                json.dumps({name: getattr(settings, name) for name in _OF_HOSTS}),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LINE,

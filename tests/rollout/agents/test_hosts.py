@@ -208,6 +208,39 @@ def test_a_command_leaves_no_process(tmp_path: Path):
     asyncio.run(play())
 
 
+def test_a_stopped_command_may_clean_up(tmp_path: Path):
+    """A container that it has started would run on; what ignores the signal is killed."""
+    program = (
+        "import os, signal, subprocess, sys, time\n"
+        f"folder = {str(tmp_path)!r}\n"
+        "def clean(*_):\n"
+        "    time.sleep(0.2)\n"
+        "    open(folder + '/cleaned', 'w')\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "deaf = subprocess.Popen(['sleep', '3600']).pid\n"
+        "signal.signal(signal.SIGTERM, clean)\n"
+        "print(deaf, file=open(folder + '/deaf', 'w'))\n"
+        "os.rename(folder + '/deaf', folder + '/ready')\n"
+        "time.sleep(3600)\n"
+    )
+
+    async def play() -> None:
+        command = [sys.executable, "-c", program]
+        settings = AgentsConfig(hosts=1, command=command, grace_seconds=3.0)
+        async with started("", settings) as hosts:
+            run = asyncio.create_task(hosts.run(episode(), 600.0, lambda: None))
+            while not (tmp_path / "ready").exists():
+                await asyncio.sleep(0.02)
+            run.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await run
+            assert (tmp_path / "cleaned").exists() and hosts.hosts[0].alive
+            assert not psutil.pid_exists(int((tmp_path / "ready").read_text()))
+
+    asyncio.run(play())
+
+
 def test_a_host_whose_threads_are_taken_by_stopped_agents_is_replaced(
     written: Callable[[str], str],
 ):

@@ -188,27 +188,26 @@ def body_of(call: ModelCall, answer: ModelAnswer) -> dict[str, Any]:
 
 
 def events_of(call: ModelCall, answer: ModelAnswer) -> Iterator[str]:
-    common = {
-        "id": f"chatcmpl-{answer.id}",
-        "object": "chat.completion.chunk",
-        "created": 0,
-        "model": answer.model,
-    }
+    whole = body_of(call, answer)
+    (own,) = whole["choices"]
+    message = own.pop("message")
+    common = {**whole, "object": "chat.completion.chunk"}
+    usage = common.pop("usage")
 
-    def chunk(delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> str:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
-        return f"data: {json.dumps({**common, 'choices': [choice], **more})}\n\n"
+    def chunk(delta: Mapping[str, Any], **more: Any) -> str:
+        choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None, **more}
+        return f"data: {json.dumps({**common, 'choices': [choice]})}\n\n"
 
-    message = answer.message
     yield chunk({"role": "assistant"})
+    common.pop("prompt_token_ids", None)  # in the first chunk alone, as vLLM sends them
     for name in ("reasoning_content", "content"):
         if message.get(name):
             yield chunk({name: message[name]})
     for index, call_made in enumerate(message.get("tool_calls") or ()):
         yield chunk({"tool_calls": [{"index": index, **call_made}]})
-    yield chunk({}, answer.finish_reason)
+    yield chunk({}, **own)  # with the log-probs and ids of the whole answer
     if call.stream_usage:
-        yield f"data: {json.dumps({**common, 'choices': [], 'usage': _usage(answer)})}\n\n"
+        yield f"data: {json.dumps({**common, 'choices': [], 'usage': usage})}\n\n"
     yield "data: [DONE]\n\n"
 
 

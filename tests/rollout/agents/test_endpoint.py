@@ -122,7 +122,15 @@ def test_chunks_joined_are_the_json_answer(tokenizer: PreTrainedTokenizerBase, t
             _, text = await client.post({**body, **options})
             last = list(events(text))[-1]
             assert (last["choices"], last["usage"]) == ([], whole["usage"])
-            assert len(client.session.tree.nodes) == 3, "other bodies are other calls"
+            more = {"logprobs": True, "return_token_ids": True}
+            _, text = await client.post({**body, **more, "stream": True})
+            first, *_, ended = events(text)
+            node, (choice,) = client.session.tree.nodes[-1], ended["choices"]
+            assert first["prompt_token_ids"] == node.prompt_ids.tolist()
+            assert choice["token_ids"] == node.sampled.response_ids.tolist()
+            found = [one["logprob"] for one in choice["logprobs"]["content"]]
+            assert found == node.sampled.logprobs.tolist()
+            assert len(client.session.tree.nodes) == 4, "other bodies are other calls"
 
     asyncio.run(play())
 

@@ -172,6 +172,16 @@ def _raw_arguments(body: str) -> str:
     return whole[found.end() : -1].lstrip()
 
 
+def _closing(text: str) -> str:
+    """The text that a turn needs before its end; empty: it has left nothing open."""
+    _, ended, spoken = text.partition(END_OF_THINK)
+    if not ended:
+        if text.lstrip().startswith(THINK):
+            return f"\n{END_OF_THINK}\n\n"
+        spoken = text
+    return "</tool_call>" if spoken.rfind("<tool_call>") > spoken.rfind("</tool_call>") else ""
+
+
 @dataclass(frozen=True)
 class Turn:
     """The model's text of one turn."""
@@ -245,19 +255,20 @@ class Renderer:
         ids = list(ids)
         if ids and ids[-1] in self._special:
             ids.pop()
-        text = self.template.begun(prompt) + self.tokenizer.decode(ids, skip_special_tokens=False)
+        begun, text = (
+            self.template.begun(prompt),
+            self.tokenizer.decode(ids, skip_special_tokens=False),
+        )
+        closing = _closing(begun + text)  # the tokens of a stop text stay in the sequence
         cut = min([place for each in stop if (place := text.find(each)) >= 0], default=len(text))
-        text, reasoning, closing = text[:cut], "", ""
+        text, reasoning = begun + text[:cut], ""
         if text.lstrip().startswith(THINK):
-            head, ended, rest = text.lstrip().removeprefix(THINK).partition(END_OF_THINK)
+            head, _, rest = text.lstrip().removeprefix(THINK).partition(END_OF_THINK)
             reasoning, text = head.strip("\n"), rest.lstrip("\n")
-            closing = "" if ended else f"\n{END_OF_THINK}\n\n"
         elif END_OF_THINK in text:  # the template had opened it further back
             reasoning, _, text = text.partition(END_OF_THINK)
             reasoning, text = reasoning.strip("\n"), text.lstrip("\n")
         content, calls, malformed = self._calls(text, tools) if tools else (text, [], 0)
-        if text.rfind("<tool_call>") > text.rfind("</tool_call>"):
-            closing += "</tool_call>"
         return Turn(content, reasoning, calls, malformed, closing)
 
     def _calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, list[tuple[str, str]], int]:

@@ -34,14 +34,17 @@ def renderer(tokenizer: PreTrainedTokenizerBase) -> Renderer:
         ("12<|end|>", ""),
         ("12", "<|end|>"),
         ("<think>I", "\n</think>\n\n<|end|>"),
+        ("<think>I</think>", "<|end|>"),
         ('<tool_call>{"name": "f"', "</tool_call><|end|>"),
+        ('<tool_call>{"name": "f"}</tool_call>', "<|end|>"),
     ],
 )
 def test_a_turn_is_ended_where_the_model_did_not_end_it(
     renderer: Renderer, tokenizer: PreTrainedTokenizerBase, turn: str, between: str
 ):
     ids = tokenizer.encode(turn, add_special_tokens=False)
-    closing = renderer.turn(ids, numpy.array([1, 2]), ()).closing
+    stop = ("</tool_call>", "</think>")  # of the client: their tokens stay in the sequence
+    closing = renderer.turn(ids, numpy.array([1, 2]), stop).closing
     bridge = renderer.bridge([{"role": "user", "content": "more"}], ids[-1], closing)
     assert tokenizer.decode(bridge.tolist()) == f"{between}<user>more<|end|><assistant>"
 
@@ -135,6 +138,15 @@ def test_thinking_is_separated_from_the_answer(
 ):
     turn = renderer.turn(tokenizer.encode(text, add_special_tokens=False), numpy.array([1]), ())
     assert (turn.reasoning, turn.content) == (reasoning, content)
+
+
+def test_a_stop_text_is_found_in_what_the_model_wrote(
+    renderer: Renderer, tokenizer: PreTrainedTokenizerBase
+):
+    prompt = numpy.array(tokenizer.encode("<assistant><think>\n", add_special_tokens=False))
+    ids = tokenizer.encode("hm</think>12\n34", add_special_tokens=False)
+    turn = renderer.turn(ids, prompt, ("\n",))
+    assert (turn.reasoning, turn.content) == ("hm", "12")
 
 
 def test_the_end_of_a_turn_is_no_text_whichever_token_it_is(tokenizer: PreTrainedTokenizerBase):

@@ -26,8 +26,9 @@ from megatron_stare.loop.run_directory import (
     read_head,
     recorded_steps,
     records_directory,
+    replayed_heads,
 )
-from megatron_stare.policy.checkpoints.names import checkpoint_before, step_of
+from megatron_stare.policy.checkpoints.names import step_of
 from megatron_stare.reporting.logbook import METRICS_NAME
 from megatron_stare.reporting.problem_scores import responses_directory
 from megatron_stare.system import atomic_file
@@ -108,10 +109,8 @@ def bundle(run: Path, step: int, output: Path | None) -> tuple[Path, int]:
 def _parts(run: Path, step: int) -> dict[str, Path]:
     """The files of the bundle: the name of each in the archive -> the path of its source."""
     records = records_directory(run)
-    config = read_config(records, read_head(records, step))
-    checkpoint = checkpoint_before(run, step)
-    start = step_of(checkpoint) if checkpoint else 0
-    heads = [read_head(records, each) for each in range(start + 1, step + 1)]
+    checkpoint, heads = replayed_heads(run, step)
+    config = read_config(records, heads[-1])
     names = [f"records/step_{head.step:08d}" for head in heads]
     names += sorted({f"records/{head.attempt}.yaml" for head in heads})
     names += [METRICS_NAME, *([f"checkpoints/{checkpoint.name}"] if checkpoint else [])]

@@ -36,8 +36,8 @@ from megatron_stare.loop.run_directory import (
     REFERENCE_NAME,
     Head,
     read_config,
-    read_head,
     records_directory,
+    replayed_heads,
 )
 from megatron_stare.losses import objective_of, reading
 from megatron_stare.numerics.selection import Across
@@ -46,7 +46,6 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.checkpoints import actor_state
 from megatron_stare.policy.checkpoints.checkpoints import CheckpointDirectory
-from megatron_stare.policy.checkpoints.names import checkpoint_before, step_of
 from megatron_stare.policy.layout import response_position
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group, TokenBatch
@@ -94,11 +93,10 @@ class Replay:
         self.run, self.step, self.topology = run, step, topology
         self.records = records_directory(run)
         self.rows = {row["step"]: row for row in read_metrics(run / METRICS_NAME)}
-        checkpoint = checkpoint_before(run, step)
-        self.start = step_of(checkpoint) if checkpoint else 0
+        checkpoint, self.heads = replayed_heads(run, step)
+        self.start = self.heads[0].step - 1
         if checkpoint:
             CheckpointDirectory(checkpoint.parent, topology).find(checkpoint.name, claim=False)
-        self.heads = [read_head(self.records, each) for each in range(self.start + 1, step + 1)]
         self.config = _one_config(self.records, self.heads, run)
         for head in self.heads:
             _check(head, self.rows, topology)
@@ -314,8 +312,7 @@ def replay(run: Path, step: int, losses: list[str]) -> bool:
     """
     if not run.is_dir():
         raise UserError(f"--replay takes a run directory, and {run} is none")
-    records = records_directory(run)
-    config = read_config(records, read_head(records, step))
+    config = read_config(records_directory(run), replayed_heads(run, step)[1][-1])
     with topologies.session(config.policy, config.run.seed) as topology:
         again = Replay(run, step, topology)
         say = Console(quiet=not topology.is_first, soft_wrap=True).print

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_stare import config as configuration
 from megatron_stare.config import Config, UserError
+from megatron_stare.policy.checkpoints.names import checkpoint_before, step_of
 from megatron_stare.system import atomic_write, json_line, try_lock
 
 CONFIG_NAME, LOCK_NAME, HISTORY_NAME = "config.yaml", ".lock", "config_history.jsonl"
@@ -221,6 +222,32 @@ def read_head(directory: Path, step: int) -> Head:
         ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{file} cannot be read ({error}); choose another step") from None
+
+
+def replayed_heads(run: Path, step: int) -> tuple[Path | None, list[Head]]:
+    """The checkpoint from which a replay of the step starts, None for the run's first weights, and
+    the records of all steps from there to this one. UserError: one is missing, or cannot be read.
+    """
+    directory, checkpoint = records_directory(run), checkpoint_before(run, step)
+    read_head(directory, step)
+    first, known = _first_replayed(checkpoint), set(recorded_steps(directory))
+    if missing := [each for each in range(first, step) if each not in known]:
+        usable = [
+            each
+            for each in sorted(known)
+            if known.issuperset(range(_first_replayed(checkpoint_before(run, each)), each))
+        ]
+        start = f"checkpoint {checkpoint.name}" if checkpoint else "the run's first weights"
+        there = f"one of the steps {usable[0]} to {usable[-1]}" if usable else "another run"
+        raise UserError(
+            f"step {step} is computed again from {start}, and step {missing[0]} has no record in "
+            f"{directory}; choose {there} (run.record=all keeps every record)"
+        )
+    return checkpoint, [read_head(directory, each) for each in range(first, step + 1)]
+
+
+def _first_replayed(checkpoint: Path | None) -> int:
+    return step_of(checkpoint) + 1 if checkpoint else 1
 
 
 def read_config(directory: Path, head: Head) -> Config:

@@ -179,6 +179,11 @@ def test_records_are_kept_as_run_record_says(
     often = ("train.num_rollout=7", "run.save_interval=2", "run.keep_last=2")
     run = trained(tmp_path, topology, *often, f"run.record={record}")
     assert recorded_steps(records_directory(run)) == kept
+    if record == "replayable":  # and of the checkpoints 6 and 7
+        message = "step 5 is computed again from the run's first weights, and step 1 has no record"
+        for refused in (lambda: replay(run, 5, []), lambda: bundle(run, 5, tmp_path / "five.tar")):
+            with pytest.raises(UserError, match=rf"{message} .*; choose one of the steps 7 to 7"):
+                refused()
     if record == "none":
         with pytest.raises(UserError, match=r"step 7 has no record .* run.record=replayable"):
             Replay(run, 7, topology)

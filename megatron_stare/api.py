@@ -96,17 +96,22 @@ def load_config(source: str | Path, overrides: Mapping[str, Any] | Iterable[str]
 
 
 def train(
-    config: Config, *, load: str = "latest", interrupt: Interrupt | None = None
+    config: Config,
+    *,
+    load: str = "latest",
+    interrupt: Interrupt | None = None,
+    force: bool = False,
 ) -> TrainingResult:
     """Start or resume a run, its cold start first, or a comparison if the configuration has arms.
     Collective.
 
     `load` chooses the checkpoint to resume from: "latest", "latest-good" (skips damaged ones),
     "best" (by run.keep_best) or a name such as "step_00000050". `interrupt.ask()`, from any thread,
-    ends the run with a checkpoint; in the main thread Ctrl-C and SIGTERM do as well.
+    ends the run with a checkpoint; in the main thread Ctrl-C and SIGTERM do as well. `force` starts
+    the runs of a comparison even if their plans do not fit the GPU.
     """
     from megatron_stare.compare.compare import compare
-    from megatron_stare.loop import cold_start
+    from megatron_stare.loop import cold_start, run_directory
     from megatron_stare.loop.interrupt import Interrupt
     from megatron_stare.loop.resolve import check_ahead
     from megatron_stare.loop.trainer import Trainer
@@ -125,11 +130,12 @@ def train(
         topologies.session(config.policy, config.run.seed) as topology,
         watchdog.naming_failures(),
         interrupt or Interrupt() as noted,
+        run_directory.locked(Path(config.run.dir), enabled=topology.is_first),
     ):
         if cold_start.is_ahead(config) and not config.compare.arms:
             check_ahead(config)
         if config.compare.arms:
-            complete = compare(config, topology, noted, own_command())
+            complete = compare(config, topology, noted, own_command(), force)
         else:
             ready = cold_start.started(config, topology, noted)
             complete = ready is not None and Trainer(ready, topology, load).run(noted)

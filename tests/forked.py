@@ -84,10 +84,11 @@ class Arm(Command):
                 self.signal(number)
 
 
-def start_arm(config: Config, threads: int) -> Arm:
+def start_arm(config: Config, threads: int, force: bool) -> Arm:
     """The forked process that stands for that of `compare._start`, which imports all libraries."""
     directory = Path(config.run.dir)
     words = ["-m", "megatron_stare", "train", str(directory / run_directory.CONFIG_NAME)]
+    words += ["--force"] * force
     return Arm(words, directory / compare.LOG_NAME, directory=Path.cwd())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -17,7 +18,9 @@ import torch
 import megatron_stare
 from megatron_stare import evaluate, generate, load_config, train
 from megatron_stare.config import Config, OptimizerConfig, PolicyConfig, UserError, dump
+from megatron_stare.loop import run_directory
 from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.run_directory import locked
 from megatron_stare.policy import topology
 from tests.paths import ROOT
 from tests.small_run import rows_of, small_config
@@ -94,6 +97,28 @@ def test_an_interrupt_ends_a_run_in_a_thread_and_the_same_call_continues_it(tmp_
         stopped.metrics("seed0/stare")
     finished = train(config)
     assert finished.complete and [row["step"] for row in finished.metrics()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_one_of_two_starts_of_a_run_holds_it_before_a_file_is_changed_or_a_part_is_built(
+    held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one's servers would take the first one's GPUs."""
+    config, run = small_config(tmp_path, "train.num_rollout=1"), tmp_path / "run"
+    monkeypatch.setattr(run_directory, "LOCK_PATIENCE_SECONDS", 0.0)
+
+    def second(*_: object) -> None:
+        assert not held, "the first start builds its engine"
+        with locked(run):
+            pass
+
+    monkeypatch.setattr("megatron_stare.loop.assemble.build_engine", second)
+    first = locked(run) if held else contextlib.nullcontext()
+    with first, pytest.raises(UserError, match="another process is training"):
+        train(config)
+    assert not (run / "config.yaml").exists()
+    with locked(run):  # the end of the call has given it back
+        assert (run / "prompts.json").exists() != held
 
 
 def test_generate_repeats_itself_and_keeps_the_order(tmp_path):

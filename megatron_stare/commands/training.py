@@ -62,7 +62,7 @@ def _trained(config: Config, load: str = "latest", force: bool = False) -> int:
     if not force:
         refuse_on_gpus(config)
     interrupt = Interrupt(exits=True)
-    result = train(config, load=load, interrupt=interrupt)
+    result = train(config, load=load, interrupt=interrupt, force=force)
     if is_first_rank() and result.complete:
         print_summary(result.directory)
         if (page := result.directory / "report.html").is_file():

@@ -30,7 +30,15 @@ import torch.distributed as dist
 
 from megatron_stare.compare.worlds import calculator as calculator_world
 from megatron_stare.compare.worlds import mirror_grid as quickstart_world
-from megatron_stare.config import CompareConfig, Config, NoSignalError, UserError, nearest, override
+from megatron_stare.config import (
+    CompareConfig,
+    Config,
+    NoSignalError,
+    RunAlarm,
+    UserError,
+    nearest,
+    override,
+)
 from megatron_stare.loop import cold_start, run_directory
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.resolve import check_ahead
@@ -71,9 +79,12 @@ WORLDS = {
 }
 
 
-def compare(config: Config, topology: Topology, interrupt: Interrupt, command: str) -> bool:
-    """Run every arm for every seed, then write summary and report. False where a signal ended it
-    early. UserError: some failed; the others, and the report, are whole.
+def compare(
+    config: Config, topology: Topology, interrupt: Interrupt, command: str, force: bool = False
+) -> bool:
+    """Run every arm for every seed, then write summary and report. `force`: even if the plan of an
+    arm does not fit. False where a signal ended it early. UserError: some failed; the others, and
+    the report, are whole.
     """
     if topology.is_first:
         run_directory.claim(config)
@@ -86,7 +97,7 @@ def compare(config: Config, topology: Topology, interrupt: Interrupt, command: s
         runs |= {(seed, arm): run for arm, run in prepared.items()}
     runs = {key: _own_port(run, place) for place, (key, run) in enumerate(runs.items())}
     if topology.world_size == 1:
-        failed = run_side_by_side(list(runs.values()), interrupt)
+        failed = run_side_by_side(list(runs.values()), interrupt, force)
     else:
         failed = _one_after_another(list(runs.values()), topology, interrupt)
     if failed is None:
@@ -112,9 +123,10 @@ def _one_after_another(
     failed: dict[str, str] = {}
     for config in configs:
         try:
-            if not Trainer(config, topology).run(interrupt):
-                return None
-        except NoSignalError as error:
+            with run_directory.locked(Path(config.run.dir), enabled=topology.is_first):
+                if not Trainer(config, topology).run(interrupt):
+                    return None
+        except (NoSignalError, RunAlarm, FloatingPointError) as error:
             failed[label(config)] = str(error)
         return_memory()
         release_workspaces()  # for the next arm's servers on the same GPU
@@ -272,15 +284,21 @@ _POLL_SECONDS = 0.5
 # gradients, the optimizer's state, activations, the engine's weights and cache). SmolLM2-135M, of
 # 269 MB, needs 6 to 9 GB.
 _LIBRARIES, _PER_BYTE_OF_WEIGHTS = 1 << 30, 30
+# Exit codes of runs that a signal stopped, and of those that had no handlers for it yet.
+_STOPPED = (0, 128 + signal.SIGINT)
+_STOPPED_EARLY = (128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 Running = list[tuple[Config, "subprocess.Popen[bytes]"]]
 
 
-def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> dict[str, str] | None:
+def run_side_by_side(
+    configs: list[Config], interrupt: Interrupt, force: bool = False
+) -> dict[str, str] | None:
     """Train every config to its end. The last lines of failed runs' logs, by run; None: a signal
     stopped them. UserError: a run failed before its first step, as the others would.
     """
     for config in configs:
-        run_directory.claim(config)
+        with run_directory.locked(Path(config.run.dir)):
+            run_directory.claim(config)
     tails = {config.run.dir: Tail(Path(config.run.dir) / METRICS_NAME) for config in configs}
     for tail in tails.values():
         tail.read()
@@ -297,7 +315,7 @@ def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> dict[str, s
         while waiting or running:
             while waiting and len(running) < jobs and not interrupt.noted:
                 config = waiting.pop(0)
-                running.append((config, _start(config, threads)))
+                running.append((config, _start(config, threads, force)))
             if interrupt.noted and not stopped:  # once: a second signal would end them at once
                 waiting, stopped = [], True
                 _stop(running)
@@ -308,7 +326,7 @@ def run_side_by_side(configs: list[Config], interrupt: Interrupt) -> dict[str, s
             for (config, _), code in zip(running, codes, strict=True):
                 for row in tails[config.run.dir].read():
                     live.step(row, run=label(config))
-                if code not in (None, 0, 128 + signal.SIGINT):
+                if code not in (None, *_STOPPED, *(_STOPPED_EARLY if interrupt.noted else ())):
                     failed[label(config)] = _failure(config, code, running)
                 started = tails[config.run.dir].step > 0
                 solved = run_directory.solved(Path(config.run.dir)) if code == 0 else ""
@@ -357,12 +375,12 @@ def label(config: Config) -> str:
     return "/".join(Path(config.run.dir).parts[-2:])
 
 
-def _start(config: Config, threads: int) -> subprocess.Popen[bytes]:
+def _start(config: Config, threads: int, force: bool) -> subprocess.Popen[bytes]:
     directory = Path(config.run.dir)
     config_file = str(directory / run_directory.CONFIG_NAME)
     with (directory / LOG_NAME).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "megatron_stare", "train", config_file],
+            [sys.executable, "-m", "megatron_stare", "train", config_file, *["--force"] * force],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -76,7 +76,7 @@ def assemble(config: Config, topology: Topology) -> Parts:
     """
     raise_file_limit()
     if topology.is_first:
-        run_directory.claim(config)
+        run_directory.changes_of(config)
     hf, objective, judge, tokenizer, stream, lines = resolve(config)
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(judge.close)

@@ -50,17 +50,23 @@ def is_fixed(key: str) -> bool:
 
 
 def claim(config: Config) -> None:
-    """Write config.yaml into run.dir; of a run that is continued, print and keep the changed
-    settings. UserError: another run is there, another process trains there, or the place cannot be
-    written.
+    """Write config.yaml into run.dir, which the caller holds (`locked`); of a run that is
+    continued, print and keep the changed settings. UserError: another run is there, or the place
+    cannot be written.
     """
     directory, changes = Path(config.run.dir), changes_of(config)
-    try:
+    with _written(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        with _alone(directory):
-            if changes:
-                _keep(changes, directory / HISTORY_NAME)
-            configuration.dump(config, directory / CONFIG_NAME)
+        if changes:
+            _keep(changes, directory / HISTORY_NAME)
+        configuration.dump(config, directory / CONFIG_NAME)
+
+
+@contextmanager
+def _written(directory: Path) -> Iterator[None]:
+    """UserError for an OSError."""
+    try:
+        yield
     except OSError as error:
         raise UserError(
             f"run.dir={directory} cannot be written ({error.strerror}); choose another run.dir"
@@ -93,7 +99,9 @@ def claim_prompts(config: Config, count: int, digest: str) -> None:
     content = json_line({"prompts": count, "digest": digest})
     # A resumed run writes nothing here, so that a full disk does not end it.
     if not place.is_file() or place.read_text() != content:
-        atomic_write(place, content)
+        with _written(place.parent):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(place, content)
 
 
 def check_prompts(config: Config, count: int, digest: str) -> None:
@@ -109,6 +117,11 @@ def check_prompts(config: Config, count: int, digest: str) -> None:
             "packages that make it and the tokenizer (with data.drop_evaluation_prompts also "
             "evaluation.eval_data), or choose another run.dir"
         )
+
+
+def reopen(directory: Path) -> None:
+    """A run that continues is not solved any more."""
+    (directory / SOLVED_NAME).unlink(missing_ok=True)
 
 
 def end_solved(directory: Path, sentence: str, step: int) -> None:
@@ -157,22 +170,19 @@ def _keep(changes: dict[str, tuple[Any, Any]], history: Path) -> None:
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold the directory of a run that continues, whatever ended it. UserError: another process
-    trains there.
+def locked(directory: Path, enabled: bool = True) -> Iterator[None]:
+    """Hold the directory of a run against a second process. Waits for one that is just ending.
+    UserError: it does not end, or the place cannot be written. Not `enabled`: nothing, as on every
+    rank but the first.
     """
-    with _alone(directory):
-        (directory / SOLVED_NAME).unlink(missing_ok=True)
+    if not enabled:
         yield
-
-
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Hold the directory against a second process. Waits for one that is just ending;
-    UserError if it does not end.
-    """
+        return
     deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
-    with (directory / LOCK_NAME).open("w") as file:
+    with _written(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / LOCK_NAME).open("w")
+    with lock as file:
         while not try_lock(file):
             if time.monotonic() > deadline:
                 raise UserError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 
 from megatron_stare.collect.rollout_buffer import RolloutBuffer
@@ -44,10 +44,12 @@ class Trainer:
     def run(self, interrupt: Interrupt) -> bool:
         """Train to train.num_rollout steps, from the newest checkpoint if any. True: complete."""
         self.interrupt = interrupt
-        lock = run_directory.locked(self.directory) if self.topology.is_first else nullcontext()
-        with lock, closing(self.judge), closing(self.engine), closing(self.collector):
+        with closing(self.judge), closing(self.engine), closing(self.collector):
             with phase("resume"):
                 self.saved.resume()
+                if self.topology.is_first:
+                    run_directory.claim(self.config)
+                    run_directory.reopen(self.directory)
                 self._sync()
                 self.learner.start(self.step)
             with self.progress.lines() as write:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,15 @@ from megatron_stare.compare.compare import (
     caveats,
     run_side_by_side,
 )
-from megatron_stare.config import Config, UserError, check_arms, override
+from megatron_stare.config import (
+    Config,
+    NonFiniteError,
+    NoSignalError,
+    RunAlarm,
+    UserError,
+    check_arms,
+    override,
+)
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.losses import objective_of
 from megatron_stare.recipes import find_recipe
@@ -211,17 +220,68 @@ def test_with_memory_for_one_run_the_next_waits(
 ) -> None:
     begun: list[Arm] = []
 
-    def noted(config: Config, threads: int) -> Arm:
+    def noted(config: Config, threads: int, force: bool) -> Arm:
         assert all(child.poll() == 0 for child in begun) and threads == (os.cpu_count() or 1)
-        begun.append(start_arm(config, threads))
+        assert force
+        begun.append(start_arm(config, threads, force))
         return begun[-1]
 
     monkeypatch.setattr(compare, "_start", noted)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=GB))
     runs = [small_config(tmp_path, f"run.dir={tmp_path / name}") for name in ("first", "second")]
     with Interrupt() as interrupt:
-        assert run_side_by_side(runs, interrupt) == {}
+        assert run_side_by_side(runs, interrupt, force=True) == {}
     assert len(begun) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_a_run_has_handlers_for_it_is_no_failure(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the seconds in which a run imports its libraries; Ctrl-C reaches every process."""
+    interrupt = Interrupt()
+
+    def begun(*_: object) -> subprocess.Popen[bytes]:
+        child = subprocess.Popen(["sleep", "60"])
+        child.send_signal(number)
+        interrupt.ask()
+        return child
+
+    monkeypatch.setattr(compare, "_start", begun)
+    assert run_side_by_side([small_config(tmp_path)], interrupt) is None
+
+
+def test_force_reaches_the_runs_of_a_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+    monkeypatch.setattr(compare, "compare", lambda *arguments: given.append(arguments[-1]))
+    for words in ([], ["--force"]):
+        assert main(["train", "quickstart", f"run.dir={tmp_path}/run", *words]) == 0
+    assert given == [False, True]
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **_: given.append(words[4:]))
+    compare._start(override(Config(), [f"run.dir={tmp_path}/run"]), 1, force=True)
+    assert given[2] == [f"{tmp_path}/run/config.yaml", "--force"]
+
+
+@pytest.mark.parametrize("error", [RunAlarm, NonFiniteError, NoSignalError])
+def test_on_several_ranks_a_run_that_ends_early_ends_no_other(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ending:
+        def __init__(self, config: Config, _: object) -> None:
+            self.config = config
+
+        def run(self, _: object) -> bool:
+            if self.config.run.dir.endswith("first"):
+                raise error("it ended early")
+            return True
+
+    monkeypatch.setattr(compare, "Trainer", Ending)
+    configs = [override(Config(), [f"run.dir={tmp_path}/{name}"]) for name in ("first", "second")]
+    ranks = SimpleNamespace(is_first=True)
+    failed = compare._one_after_another(configs, ranks, Interrupt())  # type: ignore[arg-type]
+    assert failed == {f"{tmp_path.name}/first": "it ended early"}
 
 
 def compared(directory: Path, losses: str, *overrides: str, code: int = 0) -> str:

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.loop import run_directory
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.run_directory import FIXED, HISTORY_NAME, claim, is_fixed, locked
+from megatron_stare.loop.run_directory import FIXED, HISTORY_NAME, is_fixed, locked
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from tests.small_run import rows_of, small_config
@@ -87,18 +86,16 @@ def test_a_start_that_failed_leaves_no_claim_on_its_directory(
     assert len(rows_of(corrected)) == 1
 
 
-def test_a_second_start_of_a_run_ends_before_it_changes_a_file_or_builds_a_part(
-    tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
+def test_a_start_with_an_unknown_checkpoint_changes_no_setting(
+    tmp_path: Path, topology: Topology
 ) -> None:
-    """Its servers would take the first one's GPUs."""
-    monkeypatch.setattr(run_directory, "LOCK_PATIENCE_SECONDS", 0.0)
-    first = small_config(tmp_path, "train.num_rollout=1")
-    claim(first)
-    written = (tmp_path / "run" / "config.yaml").read_text()
-    with locked(tmp_path / "run"), pytest.raises(UserError, match="another process is training"):
-        Trainer(small_config(tmp_path, "train.num_rollout=9"), topology)
-    assert (tmp_path / "run" / "config.yaml").read_text() == written
-    assert not (tmp_path / "run" / "prompts.json").exists()
+    config = small_config(tmp_path, "train.num_rollout=1")
+    assert Trainer(config, topology).run(Interrupt())
+    before = {file: file.read_bytes() for file in (tmp_path / "run").glob("*.*")}
+    other = small_config(tmp_path, "train.num_rollout=9", "optimizer.lr=0.5")
+    with pytest.raises(UserError, match=r"--load step_00000007: not in .*; there are step_"):
+        Trainer(other, topology, "step_00000007").run(Interrupt())
+    assert {file: file.read_bytes() for file in (tmp_path / "run").glob("*.*")} == before
 
 
 def test_a_lower_learning_rate_takes_effect_and_is_reported_and_kept(

@@ -46,13 +46,20 @@ def examine_cluster(config: Config) -> list[Finding]:
 
 
 def from_slurm(environment: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables from those of srun. Those that torchrun has set stay."""
+    """Set torchrun's variables from those of srun. Those that torchrun has set stay. UserError:
+    Slurm does not name the hosts.
+    """
     if "RANK" in environment or "SLURM_PROCID" not in environment:
         return
     nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
-    hosts = subprocess.run(
-        ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-    ).stdout.split()
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError) as error:  # a container has no scontrol
+        raise UserError(
+            f"doctor --cluster asks `{' '.join(command)}` for the hosts, and it failed ({error}); "
+            "start doctor with torchrun instead"
+        ) from None
     of_torchrun = {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment["SLURM_NTASKS"],

@@ -419,8 +419,8 @@ def _shared_memory(config: Config) -> Iterator[Finding]:
 
 def _limits(config: Config) -> Iterator[Finding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = files == resource.RLIM_INFINITY or files >= ENOUGH_FILES
-    remedy = f"ulimit -n {ENOUGH_FILES}"
+    enough = most == resource.RLIM_INFINITY or most >= ENOUGH_FILES  # a run raises its own limit
+    remedy = f"ulimit -Hn {ENOUGH_FILES}"
     yield judged(enough, "open files", f"{files} (at most {most})", remedy)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = locked == resource.RLIM_INFINITY

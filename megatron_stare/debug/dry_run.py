@@ -7,6 +7,7 @@ the run directory. The command reads no weights, trains nothing and leaves no fi
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import tempfile
@@ -15,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.collect.judging import build_judge
@@ -33,6 +35,7 @@ from megatron_stare.loop.resolve import (
     offered_tools,
 )
 from megatron_stare.losses import objective_of
+from megatron_stare.planning.machine import H100
 from megatron_stare.planning.plan import GIB, make_plan
 from megatron_stare.policy import build
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
@@ -109,18 +112,24 @@ def _checkpoint(run: Config) -> str:
 
 
 def _memory(source: str, run: Config) -> str:
-    """The planned layout and memory. The number of ranks is that of torchrun, else the recipe's
-    number of GPUs, else the ranks of one model.
+    """The planned layout and memory, for the GPUs of this machine as a start judges them, else for
+    H100s. The number of ranks is that of torchrun, else the recipe's number of GPUs, else the ranks
+    of one model.
     """
     policy, known = run.policy, cluster_of(source)
     product = policy.tensor_model_parallel_size * policy.pipeline_model_parallel_size
     product *= policy.context_parallel_size
     ranks = int(os.environ.get("WORLD_SIZE", known.trainer_gpus if known else product))
     count = len(run.sglang.urls) or run.sglang.num_servers
-    plan = make_plan(run, Cluster(ranks, count * run.sglang.gpus_per_server))
+    machine, gpu = H100, "an 80 GB GPU"
+    if torch.cuda.is_available():
+        size = torch.cuda.get_device_properties(0).total_memory
+        machine = dataclasses.replace(H100, memory_bytes=size, reserve=0.0)
+        gpu = f"the {size / GIB:.1f} GiB of this GPU"
+    plan = make_plan(run, Cluster(ranks, count * run.sglang.gpus_per_server), machine)
     if plan.faults:
         raise UserError(plan.faults[0])
-    peak = f"{plan.worst.peak / GIB:.2f} GiB of an 80 GB GPU at the peak"
+    peak = f"{plan.worst.peak / GIB:.2f} GiB of {gpu} at the peak"
     return f"{ranks} rank{'s' * (ranks > 1)}, {peak}, {plan.host_bytes / GIB:.0f} GiB on the host"
 
 

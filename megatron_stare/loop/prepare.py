@@ -58,7 +58,9 @@ class PreparedStep:
 
 
 class StepPreparer:
-    """Packs, scores and plans mini-batches. `state` is what the loss's plan keeps between steps."""
+    """Packs, scores and plans mini-batches. `state` is what the loss's plan keeps between steps:
+    every plan of a step starts from it, and the last one's is the next step's.
+    """
 
     def __init__(self, config: Config, objective: Objective, actor: Actor) -> None:
         self.config = config

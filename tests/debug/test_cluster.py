@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.__main__ import main
-from megatron_stare.config import Config
+from megatron_stare.config import Config, UserError
 from megatron_stare.debug import cluster, doctor
 from megatron_stare.debug.doctor import Finding
 from tests.distributed import run_distributed
@@ -79,6 +79,9 @@ def test_the_options_of_srun_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     torchrun = given | {"RANK": "0"}
     cluster.from_slurm(torchrun)
     assert "WORLD_SIZE" not in torchrun
+    monkeypatch.setenv("PATH", "/nowhere")  # as in a container
+    with pytest.raises(UserError, match=r"`scontrol show hostnames node\[3-4\]` .* with torchrun"):
+        cluster.from_slurm(dict(given))
 
 
 def test_without_ranks_the_message_names_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,7 +135,9 @@ def test_limits_and_directories_are_checked(
 ) -> None:
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (1024, 4096))
     files, locked = doctor._limits(Config())
-    assert (files.level, files.remedy, locked.level) == ("WARN", "ulimit -n 65536", "OK")
+    assert (files.level, files.remedy, locked.level) == ("WARN", "ulimit -Hn 65536", "OK")
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (1024, 1 << 20))
+    assert next(iter(doctor._limits(Config()))).level == "OK", "a run raises the first number"
     (disk,) = doctor.disk(override(Config(), [f"run.dir={small_disk}/runs/new"]))
     assert disk.level == "FAIL" and str(small_disk) in disk.found
     large = override(Config(), ["policy.hf_checkpoint=Qwen2.5-32B", f"run.dir={small_disk}"])

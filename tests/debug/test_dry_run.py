@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_stare.__main__ import main
-from megatron_stare.config import dump
+from megatron_stare.config import UserError, dump
+from megatron_stare.debug.dry_run import _memory
 from megatron_stare.loop.run_directory import claim_prompts
 from tests.small_run import small_config
 
@@ -79,6 +81,20 @@ def test_a_dry_run_of_the_quickstart_leaves_no_files(
     assert not list(tmp_path.iterdir())
     code = main(["train", "quickstart", f"run.dir={tmp_path}", "--dry-run", "compare.run=[stair]"])
     assert code == 2 and "names arm 'stair'" in capsys.readouterr().err
+
+
+def test_memory_is_planned_for_the_gpu_that_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path)
+    assert _memory("small", config).count("of an 80 GB GPU") == 1
+    properties = SimpleNamespace(total_memory=140 << 30)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: properties)
+    assert "of the 140.0 GiB of this GPU" in _memory("small", config)
+    properties.total_memory = 1 << 30
+    with pytest.raises(UserError, match=r"1\.0"):
+        _memory("small", config)
 
 
 def test_memory_is_planned_before_the_model_is_here(capsys: pytest.CaptureFixture[str]) -> None:

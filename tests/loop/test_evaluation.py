@@ -99,6 +99,17 @@ def test_greedy_sets_are_sampled_once_and_say_so(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("setting", "off"), [("eval_interval=5", "set it to 0"), ("eval_at_start=true", "to false")]
+)
+def test_an_evaluation_without_sets_is_said(setting, off):
+    config = override(Config(), [f"evaluation.{setting}"])
+    sets, (line,) = build_sets(config, byte_tokenizer())
+    assert not sets and line.startswith(f"evaluation.{setting} evaluates nothing")
+    assert "evaluation.eval_data.<name>=" in line and line.endswith(off)
+    assert build_sets(Config(), byte_tokenizer()) == ([], [])
+
+
+@pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["evaluation.per_set.a.n_samples=4"], "not a set of evaluation.eval_data"),

@@ -80,7 +80,9 @@ def parity(config: Config, topology: Topology, prompts: int, tokens: int) -> int
 
 
 def _prepared(config: Config, tokens: int) -> Config:
-    """The configuration without tools, in which launched servers return hidden states."""
+    """The configuration without tools and agents, in which launched servers return hidden
+    states.
+    """
     room = config.rollout.rollout_max_response_len
     if not 0 < tokens <= room:
         raise UserError(
@@ -91,7 +93,8 @@ def _prepared(config: Config, tokens: int) -> Config:
         arguments = f"{served.server_args} {_HIDDEN_STATES}".strip()
         served = dataclasses.replace(served, server_args=arguments)
     tools = dataclasses.replace(config.tools, environment="")
-    return dataclasses.replace(config, sglang=served, tools=tools)
+    agents = dataclasses.replace(config.agents, function="", command=[])
+    return dataclasses.replace(config, sglang=served, tools=tools, agents=agents)
 
 
 def _inside(

@@ -52,7 +52,7 @@ from megatron_stare.reporting.logprob_table import (
     text,
 )
 from megatron_stare.rollout.engine import Engine, Request, generate
-from megatron_stare.rollout.tools.engine import ToolEngine
+from megatron_stare.rollout.episodes import EpisodeEngine
 from megatron_stare.system import BestEffort
 
 if TYPE_CHECKING:  # it takes packages that only servers need
@@ -102,8 +102,8 @@ class Sampled:
 def sample(
     config: Config, engine: Engine, prompts: Sequence[Prompt], tokens: int, topology: Topology
 ) -> Sampled:
-    """One response of up to `tokens` to each prompt, as training samples, without tools; and the
-    servers' answers when they read it. Collective.
+    """One response of up to `tokens` to each prompt, as training samples, without tools or agents;
+    and the servers' answers when they read it. Collective.
     """
     params = dataclasses.replace(training_params(config), max_new_tokens=tokens)
     requests = [
@@ -299,7 +299,7 @@ class Witness:
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         self.config, self.actor, self.stream, self.tokenizer = config, actor, stream, tokenizer
-        self.engine = engine.engine if isinstance(engine, ToolEngine) else engine
+        self.engine = engine.engine if isinstance(engine, EpisodeEngine) else engine
         self.topology = actor.topology
         self._written: int | None = None
         self._best_effort = BestEffort("the run has no parity table of this step")

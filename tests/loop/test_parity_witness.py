@@ -6,15 +6,20 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_stare.config import Config, MismatchAlarm, override
+from megatron_stare.debug.parity import _prepared
 from megatron_stare.loop.interrupt import Interrupt
+from megatron_stare.loop.parity import Witness
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.huggingface.weights import HFWeights
+from megatron_stare.rollout.episodes import EpisodeEngine
 from tests.small_run import rows_of, small_config
 
 QUICK = ("train.num_rollout=2", "rollout.dynamic_sampling=false")
@@ -35,6 +40,16 @@ def astray(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(config: Config) -> bool:
     with topologies.session(config.policy) as topology, Interrupt() as interrupt:
         return Trainer(config, topology).run(interrupt)
+
+
+def test_a_run_of_episodes_compares_single_responses() -> None:
+    """Of an agent too: requests without a row start no episode."""
+    engine: Any = EpisodeEngine.__new__(EpisodeEngine)
+    engine.engine, given = SimpleNamespace(), SimpleNamespace(topology=None)
+    witness = Witness(Config(), given, engine, given, given)  # type: ignore[arg-type]
+    assert witness.engine is engine.engine
+    config = _prepared(override(Config(), ["agents.function=my.agent"]), 4)
+    assert not config.agents.active
 
 
 def tables(config: Config) -> list[str]:

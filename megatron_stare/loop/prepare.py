@@ -112,23 +112,28 @@ class StepPreparer:
             prepared.plans.extend(self.plan(batch) for batch in prepared.batches)
 
     def replan(self, prepared: PreparedStep, place: int) -> None:
-        """Score and plan one mini-batch again, for its next update (train.replan)."""
+        """Score and plan one mini-batch again, for its next update (train.replan). No alarm stops
+        the run here: the updates before it have moved the policy, and the step could not be undone.
+        """
         batch = self.actor.score(
             prepared.batches[place], sensitivity=self.sensitivity, nucleus=self.nucleus
         )
         require_finite(prepared.parts[place], batch, self.across)
         prepared.batches[place] = batch
-        prepared.plans[place] = self.plan(batch)
+        prepared.plans[place] = self.plan(batch, stops=False)
 
-    def plan(self, batch: TokenBatch) -> Signals:
+    def plan(self, batch: TokenBatch, stops: bool = True) -> Signals:
         """The loss's plan from the state of the previous step, corrected for another rollout
-        policy.
+        policy. `stops`: mismatch.on_alarm=stop holds.
         """
+        mismatch = self.config.mismatch
+        if not stops and mismatch.on_alarm == "stop":
+            mismatch = dataclasses.replace(mismatch, alarm=0.0)
         signals = self.objective.plan(batch, self.loss, self.across, self.state)
         if not self._compares:
             return signals
         reduce = functools.partial(self.objective.coefficients, batch, self.loss, self.across)
-        return corrected(batch, signals, self.config.mismatch, self.across, reduce)
+        return corrected(batch, signals, mismatch, self.across, reduce)
 
     def mini_batches(self, groups: Sequence[Group]) -> list[Sequence[Group]]:
         """Whole groups in turn: train.num_steps_per_rollout mini-batches, or one per group if

@@ -67,6 +67,16 @@ def test_with_a_correction_or_on_request_all_ratios_start_at_1(
     assert all(batch.old_surprisal_T is None for batch in seen)
 
 
+def test_what_the_updates_of_a_step_change_is_no_mismatch(
+    tmp_path: Path, topology: Topology
+) -> None:
+    """The alarm looks before the first update, when it can still end a whole step."""
+    options = ("mismatch.old_policy=rollout", "mismatch.alarm=1e-3", "train.epochs=2")
+    config = small_config(tmp_path, *options, "train.num_rollout=1")
+    assert Trainer(config, topology).run(Interrupt())
+    assert rows_of(config)[0]["logprob_diff_mean"] < 1e-4
+
+
 def spoil_scores(trainer: Trainer, steps: set[int]) -> None:
     """From the actor's scoring pass one NaN comes, in the second sequence of these steps."""
     score = trainer.actor.score

@@ -93,9 +93,9 @@ def build_sets(
     sets, lines = [], []
     interval, at_start = config.evaluation.eval_interval, config.evaluation.eval_at_start
     if (interval or at_start) and not config.evaluation.eval_data:
-        asked, off = (f"interval={interval}", "0") if interval else ("at_start=true", "false")
+        given, off = (f"interval={interval}", "0") if interval else ("at_start=true", "false")
         lines.append(
-            f"evaluation.eval_{asked} evaluates nothing, because evaluation.eval_data is empty; "
+            f"evaluation.eval_{given} evaluates nothing, because evaluation.eval_data is empty; "
             f"give evaluation.eval_data.<name>=<file.jsonl or .parquet>, or set it to {off}"
         )
     for name, source in sorted(config.evaluation.eval_data.items()):

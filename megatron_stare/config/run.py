@@ -110,7 +110,8 @@ class AlarmsConfig:
     stop: list[AlarmName] = Field(default_factory=list)
     """Names of the alarms that end the run with a checkpoint; other alarms only warn."""
     patience: Count = 10
-    """Number of consecutive steps beyond a limit before entropy, length or format raise alarms."""
+    """Number of consecutive steps beyond a limit before entropy, weight, length or format raise
+    alarms, and number of steps over which the alarm selection takes its median."""
     window: Annotated[Integer, Ge(2)] = 50
     """Number of recent steps for medians, and for which a raised alarm is not repeated."""
     entropy_low: Fraction = 0.5

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tests.paths import ROOT
 
-_OUTSIDE_OF_DOCS = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "slurm/README.md")
+_OUTSIDE_OF_DOCS = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md", "slurm/README.md")
 PAGES = (*(ROOT / name for name in _OUTSIDE_OF_DOCS), *sorted((ROOT / "docs").rglob("*.md")))
 # A command starts with a program or a file of the repository, perhaps after `VARIABLE=value`.
 _PROGRAMS = (

@@ -13,11 +13,13 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 
+from megatron_stare.__main__ import COMMANDS
 from megatron_stare.config import Config, lookup
 from megatron_stare.config.aliases import ALIASES
 from megatron_stare.debug.doctor import TESTED_SGLANG, pinned_versions
 from megatron_stare.losses.registry import all_objectives
 from megatron_stare.losses.settings import REQUIRED, Setting
+from megatron_stare.policy.huggingface.families import FAMILIES
 from tests.docs.pages import PAGES
 from tests.docs.world import files_of_the_tutorials
 from tests.paths import ROOT
@@ -168,6 +170,22 @@ def test_the_objectives_have_the_defaults_of_their_table() -> None:
         settings = objective.settings.values()
         own = [one for one in settings if one.name not in ("aggregation", "padded_length")]
         assert listed[name] == ", ".join(map(written, own)), name
+
+
+def test_the_numbers_of_objectives_and_families_are_counted() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    others = page("comparison.md")
+    assert f"| {len(all_objectives())} objectives behind one interface" in readme
+    assert f"STARE and {len(all_objectives()) - 1} other [objectives]" in others
+    assert len(FAMILIES) == 13 and "Thirteen [model families]" in others
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
+def test_a_command_within_a_sentence_is_a_command(file: Path) -> None:
+    """tests/docs/table.py has those in blocks."""
+    text = " ".join(file.read_text(encoding="utf-8").split())
+    named = set(re.findall(r"python -m megatron_stare ([a-z-][\w-]*)", text))
+    assert named <= COMMANDS.keys() | {"--version"}
 
 
 def test_the_source_of_every_objective_is_in_the_index() -> None:

@@ -18,6 +18,7 @@ from megatron_stare.rollout.agents import agent_engine
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
 from megatron_stare.rollout.engine import Request, SamplingParams
 from megatron_stare.scoring.judge import Judge
+from tests.docs.metric_keys import unexplained
 from tests.rollout.agents.scripted import PARAMS, Scripted, agents, request
 
 CALL = f"<tool_call>{CALL_BEGIN}6*7{CALL_END}</tool_call><|end|>"
@@ -39,12 +40,15 @@ def played(
     engine: type[Scripted] = Scripted,
     **settings: Any,
 ):
-    """One episode's rollout, and the engine below, an `engine`."""
+    """One episode's rollout, and the engine below. docs/metrics.md explains all that is counted."""
     inner = engine(tokenizer, answer)
     upper = agents(inner, tokenizer, **settings)
     try:
         (future,) = upper.submit([request(tokenizer, **(metadata or {}))], PARAMS)
-        return future.result(timeout=60), inner
+        rollout = future.result(timeout=60)
+        counted = (*upper.counts(), *(f"episode/{name}" for name in rollout.episode))
+        assert not unexplained(counted)
+        return rollout, inner
     finally:
         upper.close()
 

@@ -126,7 +126,7 @@ class AlarmsConfig:
     """Upper limit of the mean |ln pi_trainer - ln pi_engine| of a batch, in nats."""
     exactness: NonNegative = 0.1
     """Upper limit of |mean(surprisal - entropy)| of sampled tokens, as a multiple of the entropy,
-    for batches with |exactness_z| above 6; off with rollout.rollout_top_p below 1."""
+    for batches with |exactness_z| above 6."""
     length: NonNegative = 2.0
     """Factor by which the mean response length may rise above, or fall below, its median."""
     format: Fraction = 0.25

@@ -197,8 +197,7 @@ class Alarms:
                 f"alarms.mismatch={limit:g}"
             )
             yield "mismatch", message if limit and value > limit else None
-        exact = self.config.rollout.rollout_top_p == 1
-        if "exactness_z" in metrics and "entropy" in metrics and exact:
+        if "exactness_z" in metrics and "entropy" in metrics:
             yield "exactness", self._exactness(metrics)
         if "response_length" in metrics:
             limit = settings.length

@@ -125,9 +125,10 @@ def work_rows(plan: RunPlan) -> list[tuple[str, ...]]:
     rows.append(("optimizer", "", f"{work.optimizer_seconds:,.2f} (p)"))
     if plan.serving:
         served = plan.serving
+        servers = "1 server" if served.servers == 1 else f"{served.servers} servers"
         rows += [
             (
-                f"rollouts, {served.servers} servers x {served.concurrency:,.0f} sequences",
+                f"rollouts, {servers} x {served.concurrency:,.0f} sequences",
                 f"{served.tokens_a_second:,.0f} tokens/s",
                 f"{served.seconds:,.1f} (c)",
             ),

@@ -124,7 +124,6 @@ def test_the_remedy_of_a_collapse_fits_the_objective(tmp_path, topology, name):
     [
         ((), 50.0, 0.02),  # many tokens, and rounding
         ((), 3.0, 0.3),  # few tokens
-        (("rollout.rollout_top_p=0.9",), -50.0, -0.2),
         (("alarms.exactness=0",), -50.0, -0.2),
     ],
 )

@@ -79,8 +79,10 @@ def _recipe(name: str, plan: RunPlan) -> str:
     said = " ".join((inspect.getdoc(RECIPES[name]) or "").split())
     policy, servers = plan.config.policy, plan.config.sglang
     each = "one GPU" if servers.gpus_per_server == 1 else f"{servers.gpus_per_server} GPUs"
-    served = plan.serving.servers if plan.serving else 0
-    where = "on the same GPUs " if servers.colocated else ""
+    where = f"of {each}{' on the same GPUs' if servers.colocated else ''}"
+    served, trained = plan.serving.servers if plan.serving else 0, plan.cluster.trainer_gpus
+    sampling = f"1 server {where} samples" if served == 1 else f"{served} servers {where} sample"
+    trainers = "1 GPU trains" if trained == 1 else f"{trained} GPUs train"
     held = max(rank.generating for rank in plan.ranks)
     share = static_share(plan.config, plan.machine, held)
     others = [make_plan(*placed) for placed in placements(plan.config, plan.cluster)]
@@ -89,9 +91,8 @@ def _recipe(name: str, plan: RunPlan) -> str:
         textwrap.fill(
             f"{said} {plan.config.data.rollout_max_prompt_len:,} + "
             f"{plan.config.rollout.rollout_max_response_len:,} tokens. "
-            f"{plan.cluster.trainer_gpus} GPUs train, {layout(policy)}, DP{plan.sizes.data}, "
-            f"{policy.max_tokens_per_gpu:,} tokens per rank and micro-batch; {served} servers of "
-            f"{each} {where}sample"
+            f"{trainers}, {layout(policy)}, DP{plan.sizes.data}, "
+            f"{policy.max_tokens_per_gpu:,} tokens per rank and micro-batch; {sampling}"
             + (f" (`{MEMORY_SHARE} {share:.2f}`)" if servers.colocated else "")
             + f". {plan.gpu_hours:,.0f} GPU-hours for 1,000 steps "
             f"(planned). {' '.join(map(cost_text, others))}",

@@ -7,11 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_stare.__main__ import main
 from megatron_stare.config import UserError, dump
 from megatron_stare.debug.dry_run import _memory
 from megatron_stare.loop.run_directory import claim_prompts
+from megatron_stare.planning.plan import GIB
 from tests.small_run import small_config
 
 
@@ -95,6 +97,12 @@ def test_memory_is_planned_for_the_gpu_that_is_here(
     properties.total_memory = 1 << 30
     with pytest.raises(UserError, match=r"1\.0"):
         _memory("small", config)
+
+
+@pytest.mark.nullcuda
+def test_memory_is_that_of_the_device(tmp_path: Path) -> None:
+    size = torch.cuda.get_device_properties(0).total_memory / GIB
+    assert f"of the {size:.1f} GiB of this GPU" in _memory("small", small_config(tmp_path))
 
 
 def test_memory_is_planned_before_the_model_is_here(capsys: pytest.CaptureFixture[str]) -> None:

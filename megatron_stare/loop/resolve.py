@@ -26,7 +26,9 @@ from megatron_stare.data.mixture import check_sources, training_stream
 from megatron_stare.data.prompts import PromptStream
 from megatron_stare.loop.prepare import effective_loss
 from megatron_stare.losses import Objective, objective_of
+from megatron_stare.losses.rollout_correction import only_masks
 from megatron_stare.policy import build
+from megatron_stare.policy.conversion import tiktoken
 from megatron_stare.policy.huggingface.families import megatron_fields
 from megatron_stare.records import Prompt
 from megatron_stare.rollout.sandbox.fusion import open_sandbox
@@ -41,7 +43,7 @@ from megatron_stare.rollout.tools.environment import MakeEnvironment, find_envir
 from megatron_stare.scoring.advantages import checked_estimator
 from megatron_stare.scoring.judge import Judge
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_TOKENIZER_FILES = (tiktoken.FAST, "tokenizer.model", "vocab.json")
 
 
 class Resolved(NamedTuple):
@@ -229,10 +231,8 @@ def check_cache(config: Config, hf: PretrainedConfig) -> None:
 
 def check_correction(mismatch: MismatchConfig, objective: Objective) -> None:
     """UserError: a loss that has the ratio to the rollout policy would get it as a weight too."""
-    masks = mismatch.correction in ("none", "geo_rs") or (
-        mismatch.accepted == "one" and not mismatch.correction.endswith("tis")
-    )
-    if objective.from_rollout and not masks:
+    weighs = mismatch.correction != "none" and not only_masks(mismatch)
+    if objective.from_rollout and weighs:
         raise UserError(
             f"mismatch.correction={mismatch.correction} would weigh by the ratio to the rollout "
             f"policy once more, after loss.name={objective.name}; set mismatch.correction=none, or "
@@ -326,17 +326,17 @@ def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
     byte-level tokenizer under this name, as in DeepSeek-R1-Distill-Llama, then loses all spaces.
     """
     if not has_tokenizer(directory):
-        if (Path(directory) / "tiktoken.model").is_file():
+        if (Path(directory) / tiktoken.RANKS).is_file():
             raise UserError(
-                f"{directory}: only Python code of the model reads its tiktoken.model, and no such "
-                "code runs here; make a tokenizer.json of it: python -m megatron_stare convert "
-                f"tiktoken-to-hf {directory} {directory}"
+                f"{directory}: only Python code of the model reads its {tiktoken.RANKS}, and no "
+                "such code runs here; make a tokenizer.json of it: python -m megatron_stare "
+                f"convert tiktoken-to-hf {directory} {directory}"
             )
         raise UserError(
             f"{directory}: no tokenizer there; copy tokenizer.json and tokenizer_config.json to it"
         )
-    whole = (Path(directory) / _TOKENIZER_FILES[0]).is_file()
-    reader = PreTrainedTokenizerFast if whole else AutoTokenizer
+    fast = (Path(directory) / tiktoken.FAST).is_file()
+    reader = PreTrainedTokenizerFast if fast else AutoTokenizer
     try:
         return reader.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:

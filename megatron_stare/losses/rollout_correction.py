@@ -118,8 +118,8 @@ def weights(
         weight_T = torch.clamp(ratio_T, max=high)
     else:
         inside_T = (ratio_T >= low) & (ratio_T <= high)
-        flat = config.correction == "geo_rs" or config.accepted == "one"
-        weight_T = torch.where(inside_T, torch.ones_like(ratio_T) if flat else ratio_T, 0.0)
+        accepted_T = torch.ones_like(ratio_T) if only_masks(config) else ratio_T
+        weight_T = torch.where(inside_T, accepted_T, 0.0)
     if config.normalize:
         share_T = torch.ones_like(weight_T)
         if config.correction in OF_SEQUENCES:
@@ -128,6 +128,12 @@ def weights(
         if total > 0:
             weight_T = weight_T * (across.sum(share_T) / total)
     return weight_T.float()
+
+
+def only_masks(config: MismatchConfig) -> bool:
+    """Whether a correction has no weights but 0 and 1."""
+    is_mask = config.correction.endswith(("mis", "icepop")) and config.accepted == "one"
+    return is_mask or config.correction == "geo_rs"
 
 
 def bounds(config: MismatchConfig) -> tuple[float, float]:

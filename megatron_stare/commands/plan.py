@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 
 from megatron_stare.config import Config, UserError
-from megatron_stare.planning.machine import H100, read_machine
+from megatron_stare.planning.machine import H100, read_machine, whole_gpu
 from megatron_stare.planning.plan import changes, make_plan, placements, suggest
 from megatron_stare.planning.tables import (
     BASIS,
@@ -99,8 +98,7 @@ def refuse_what_cannot_fit(
     if not config.policy.hf_checkpoint:
         return  # a quickstart, which makes its model
     cluster = Cluster(world_size, count * servers.gpus_per_server)
-    machine = dataclasses.replace(H100, memory_bytes=memory_bytes, reserve=0.0)
-    plan = make_plan(config, cluster, machine)
+    plan = make_plan(config, cluster, whole_gpu(memory_bytes))
     if plan.faults:
         raise UserError(
             f"{plan.faults[0]} (`plan` shows every part; --force starts the run anyway)"

@@ -7,7 +7,6 @@ the run directory. The command reads no weights, trains nothing and leaves no fi
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import tempfile
@@ -35,7 +34,7 @@ from megatron_stare.loop.resolve import (
     offered_tools,
 )
 from megatron_stare.losses import objective_of
-from megatron_stare.planning.machine import H100
+from megatron_stare.planning.machine import H100, whole_gpu
 from megatron_stare.planning.plan import GIB, make_plan
 from megatron_stare.policy import build
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
@@ -124,8 +123,7 @@ def _memory(source: str, run: Config) -> str:
     machine, gpu = H100, "an 80 GB GPU"
     if torch.cuda.is_available():
         size = torch.cuda.get_device_properties(0).total_memory
-        machine = dataclasses.replace(H100, memory_bytes=size, reserve=0.0)
-        gpu = f"the {size / GIB:.1f} GiB of this GPU"
+        machine, gpu = whole_gpu(size), f"the {size / GIB:.1f} GiB of this GPU"
     plan = make_plan(run, Cluster(ranks, count * run.sglang.gpus_per_server), machine)
     if plan.faults:
         raise UserError(plan.faults[0])

@@ -65,6 +65,11 @@ class Machine:
 H100 = Machine()
 
 
+def whole_gpu(memory_bytes: float) -> Machine:
+    """An H100 with the memory of a GPU that is here, all of which a plan may use."""
+    return dataclasses.replace(H100, memory_bytes=memory_bytes, reserve=0.0)
+
+
 def read_machine(file: Path) -> Machine:
     """The H100 with the figures of a YAML file of Machine's fields, as `gpuday` writes it.
     UserError: the file is missing, or a figure is unknown or not a positive number.

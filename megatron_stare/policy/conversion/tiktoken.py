@@ -68,7 +68,11 @@ def _json(file: Path) -> dict[str, Any]:
 def _pattern(source: Path) -> str:
     """The value of `pat_str` in tokenization_*.py: a text, or texts joined by a text."""
     for file in sorted(source.glob("tokenization_*.py")):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        try:
+            code = ast.parse(file.read_text("utf-8"))
+        except SyntaxError as error:
+            raise UserError(f"SOURCE {file}: {error}; download it again") from None
+        for node in ast.walk(code):
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith("pat_str"):
                 match node.value:
                     case ast.Constant(str(text)):
@@ -107,7 +111,13 @@ def _byte_pairs(ranks: dict[bytes, int], pattern: str) -> Tokenizer:
 
 def _added(config: dict[str, Any], first: int, size: int) -> list[AddedToken]:
     """The tokens with ids from `first` on; ids without a name get one, so that each has a text."""
-    named = {int(number): token for number, token in config["added_tokens_decoder"].items()}
+    known = config.get("added_tokens_decoder")
+    if not known:
+        raise UserError(
+            f"SOURCE: {CONFIG} has no added_tokens_decoder, so that no special token has a name; "
+            "download the model's tokenizer again"
+        )
+    named = {int(number): token for number, token in known.items()}
     numbers = range(first, max(size, *(number + 1 for number in named)))
     tokens = [named.get(n, {"content": f"<|reserved_token_{n}|>"}) for n in numbers]
     return [

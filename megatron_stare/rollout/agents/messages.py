@@ -255,10 +255,8 @@ class Renderer:
         ids = list(ids)
         if ids and ids[-1] in self._special:
             ids.pop()
-        begun, text = (
-            self.template.begun(prompt),
-            self.tokenizer.decode(ids, skip_special_tokens=False),
-        )
+        begun = self.template.begun(prompt)
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
         closing = _closing(begun + text)  # the tokens of a stop text stay in the sequence
         cut = min([place for each in stop if (place := text.find(each)) >= 0], default=len(text))
         text, reasoning = begun + text[:cut], ""

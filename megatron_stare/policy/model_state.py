@@ -203,6 +203,8 @@ def or_user_error(read: Callable[[], dict[str, Any]], checkpoint: Path) -> dict[
         cause: BaseException = error
         if isinstance(error, CheckpointException):  # what several ranks raised
             cause = next(iter(error.failures.values()))[0]
+        if not isinstance(cause, Exception):  # Ctrl-C, which says nothing of the checkpoint
+            raise cause from None
         lines = str(cause).strip().splitlines()
         first = lines[0] if lines else type(cause).__name__
         if isinstance(cause, pickle.UnpicklingError):

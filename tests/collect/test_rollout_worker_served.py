@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_stare.collect.journal import Frame, journal_directory, read_frames
@@ -43,12 +44,10 @@ def journaled(config: Config) -> list[tuple[int, int]]:
 
 def descendants_of(process: int) -> set[int]:
     """Processes that this one started, those that they started, and so on."""
-    found, last = set[int](), {process}
-    while last:
-        lists = [file for one in last for file in Path(f"/proc/{one}/task").glob("*/children")]
-        last = {int(word) for file in lists for word in file.read_text().split()}
-        found |= last
-    return found
+    try:
+        return {each.pid for each in psutil.Process(process).children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()
 
 
 def is_there(process: int) -> bool:

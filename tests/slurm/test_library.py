@@ -18,7 +18,8 @@ from tests.paths import ROOT
 
 NODES = "a1 a2 a3 a4"
 PROGRAMS = {
-    "srun": 'printf "%s\\0" "$@" >>"$RECORD" && printf "\\n" >>"$RECORD"',
+    # Two steps may start at the same moment.
+    "srun": '{ flock 1; printf "%s\\0" "$@"; printf "\\n"; } >>"$RECORD"',
     "scontrol": 'if [ "$3" = HET1 ]; then echo b1; else tr " " "\\n" <<<"$NODES"; fi',
     "squeue": "echo RUNNING",
 }

@@ -28,6 +28,8 @@ from tests.loop.test_trainer_layouts import (
 from tests.small_run import small_config
 
 ADAPTERS = "adapters.rank=2"
+# Of a run on the device, a third of the time is sampling.
+SHORT = ("rollout.rollout_max_response_len=8",)
 # With seed 0 our own layers on a CPU, packed and padded, select other tokens in the third step.
 LATENT_ADAPTERS = (ADAPTERS, "adapters.targets=q,k,v,o", "run.seed=2")
 SHARED_ADAPTERS = (ADAPTERS, "adapters.experts=shared")
@@ -71,7 +73,7 @@ def trained(directory: str, cases: Mapping[str, Sequence[str]]) -> dict[str, dic
     """
     found = {}
     for name, (layout, *further) in cases.items():
-        found[name] = train_three_steps(directory, layout, 1, *further)
+        found[name] = train_three_steps(directory, layout, 1, *SHORT, *further)
         gc.collect()
     return found
 

@@ -21,6 +21,7 @@ from tests.loop.test_trainer_layouts import PACKED
 from tests.nullcuda.apart import on_device
 from tests.nullcuda.runs import (
     ADAPTERS,
+    SHORT,
     assert_same_metrics,
     assert_trained_alike,
     reference_of,
@@ -60,7 +61,7 @@ def interrupted(directory: str) -> list[dict[str, Any]]:
     """Metrics of a run that is saved in the background at each step, ended after the second and
     resumed.
     """
-    options = (f"policy.hf_checkpoint={directory}/untied", PACKED)
+    options = (f"policy.hf_checkpoint={directory}/untied", PACKED, *SHORT)
     saving = ("run.save_interval=1", "run.async_save=true")
     for steps in (2, 3):
         config = small_config(Path(directory), *options, *saving, f"train.num_rollout={steps}")

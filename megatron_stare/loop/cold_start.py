@@ -240,7 +240,7 @@ def _tokenized(
         return tokenize_conversation(whole, tokenizer, (), data.chat_template_kwargs)
     if data.system_prompt:
         raise BadRow("data.system_prompt needs messages but the row is text; set data.wrap_text")
-    prompt, response = (tokenizer(row[name]).input_ids for name in ("prompt", "response"))
+    prompt, response = tokenizer([row["prompt"], row["response"]]).input_ids
     return prompt + response, [0] * len(prompt) + [1] * len(response)
 
 

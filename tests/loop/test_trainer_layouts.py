@@ -266,7 +266,9 @@ OWN = {
 CHOOSING = [parameter for parameter in ALL if not str(parameter.values[0]).endswith(tuple(OWN))]
 
 
-def train_three_steps(directory: str, name: str, world_size: int, *further: str) -> dict[str, Any]:
+def train_steps(
+    directory: str, name: str, world_size: int, *further: str, steps: int = 3
+) -> dict[str, Any]:
     """Metrics of each step, this rank's L+ and L- as global token indices,
     and the final weights by HF name. `further`: overrides beyond the layout's.
     """
@@ -298,7 +300,7 @@ def train_three_steps(directory: str, name: str, world_size: int, *further: str)
         return signals
 
     trainer.learner.preparer.plan = recording_plan  # type: ignore[method-assign]
-    metrics = [trainer.train_step() for _ in range(3)]
+    metrics = [trainer.train_step() for _ in range(steps)]
     weights = {name: tensor.to("cpu", copy=True) for name, tensor in trainer.actor.weights()}
     seen = diagnostics.read(trainer.directory, 1) if topology.is_first else None
     return {"metrics": metrics, "chosen": chosen, "weights": weights, "seen": seen}
@@ -307,7 +309,7 @@ def train_three_steps(directory: str, name: str, world_size: int, *further: str)
 def train_under_each_layout(
     rank: int, world_size: int, directory: str, names: list[str]
 ) -> dict[str, dict[str, Any]]:
-    return {name: train_three_steps(directory, name, world_size) for name in names}
+    return {name: train_steps(directory, name, world_size) for name in names}
 
 
 def write_models(directory: Path) -> Path:

@@ -25,7 +25,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def expected(models: str) -> dict[str, Any]:
-    """Three steps of one rank on the CPU: "dense", "experts", "latent", "delta nets"; "adapters",
+    """Two steps of one rank on the CPU: "dense", "experts", "latent", "delta nets"; "adapters",
     "experts adapters", "shared adapters", "latent adapters"; updates "in bf16".
     """
     return on_cpu(references, models)

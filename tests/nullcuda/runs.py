@@ -23,13 +23,12 @@ from tests.loop.test_trainer_layouts import (
     PACKED,
     SENSITIVITY,
     STARE,
-    train_three_steps,
+    train_steps,
 )
 from tests.small_run import small_config
 
 ADAPTERS = "adapters.rank=2"
-# Of a run on the device, a third of the time is sampling.
-SHORT = ("rollout.rollout_max_response_len=8",)
+STEPS = 2  # the device is slow
 # With seed 0 our own layers on a CPU, packed and padded, select other tokens in the third step.
 LATENT_ADAPTERS = (ADAPTERS, "adapters.targets=q,k,v,o", "run.seed=2")
 SHARED_ADAPTERS = (ADAPTERS, "adapters.experts=shared")
@@ -69,11 +68,11 @@ def groups(count: int, vocabulary: int = 500) -> list[Group]:
 
 def trained(directory: str, cases: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
     """The metrics of each case, a layout of tests/loop/test_trainer_layouts.py and further
-    overrides, over three steps.
+    overrides, over STEPS steps.
     """
     found = {}
     for name, (layout, *further) in cases.items():
-        found[name] = train_three_steps(directory, layout, 1, *SHORT, *further)
+        found[name] = train_steps(directory, layout, 1, *further, steps=STEPS)
         gc.collect()
     return found
 

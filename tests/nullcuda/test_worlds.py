@@ -1,4 +1,4 @@
-"""Two ranks over the device's NCCL: three whole steps under each way of splitting a model, with our
+"""Two ranks over the device's NCCL: whole steps under each way of splitting a model, with our
 own layers, equal those of one rank on the CPU; and further places that only several ranks enter.
 """
 
@@ -20,8 +20,8 @@ from megatron_stare.policy.build import build_model, read_hf_config
 from megatron_stare.policy.huggingface.weights import HFWeights
 from megatron_stare.policy.topology import BOTH_BACKENDS
 from tests.distributed import run_distributed
-from tests.loop.test_trainer_layouts import EXPERTS, train_three_steps
-from tests.nullcuda.runs import SHORT, assert_trained_alike
+from tests.loop.test_trainer_layouts import EXPERTS, train_steps
+from tests.nullcuda.runs import STEPS, assert_trained_alike
 
 pytestmark = pytest.mark.nullcuda
 QUICK = ("TP2 SP packed", "PP2 VPP2 packed", "CP2 packed", "EP2 distributed optimizer experts")
@@ -35,7 +35,7 @@ World = Callable[[tuple[str, ...]], list[dict[str, Any]]]
 
 def together(rank: int, size: int, directory: str, layouts: tuple[str, ...]) -> dict[str, Any]:
     """The results of one rank: its runs by layout, and two results of other collective work."""
-    found = {name: train_three_steps(directory, name, size, *SHORT) for name in layouts}
+    found = {name: train_steps(directory, name, size, steps=STEPS) for name in layouts}
     wire = dist.new_group(backend="nccl")  # which moves nothing from host memory
     total = Across(wire).sum(torch.tensor([rank + 1.0, 0.5]))
     return found | {"cluster": examine_cluster(Config()), "total": total}

@@ -1,4 +1,6 @@
-"""A stage that ends in the way that the day's overrides name."""
+"""A stage that ends in the way that the day's overrides name. Its process and its ranks import this
+module, which imports nothing large.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_stare.commands.gpuday.rows import Day, Measurement, Skipped, at_least, holds
-from megatron_stare.commands.gpuday.stages import checked, on_ranks
+from megatron_stare.commands.gpuday.stages import Stage, checked, on_ranks, run_stages
 
+MODULE = "tests.commands.gpuday.stages_of_tests:run"
+FIRST, SECOND = (Stage(name, MODULE, (2, 2), 0, "a test") for name in ("K0", "K1"))
 CABLE = os.environ.get("CABLE", "there")
+
+
+def run_first(day: Day) -> None:
+    list(run_stages(day, [FIRST]))
 
 
 def run(day: Day) -> Iterator[Measurement]:

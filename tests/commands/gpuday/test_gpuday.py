@@ -24,9 +24,7 @@ from megatron_stare.config import UserError
 from megatron_stare.planning.machine import H100, read_machine
 from megatron_stare.planning.shapes import model_shape
 from megatron_stare.reporting.logbook import METRICS_NAME
-
-MODULE = "tests.commands.gpuday.stages_of_tests:run"
-FIRST, SECOND = (Stage(name, MODULE, (2, 2), 0, "a test") for name in ("K0", "K1"))
+from tests.commands.gpuday.stages_of_tests import FIRST, MODULE, SECOND, run_first
 
 
 def day_of(place: Path, way: str, **settings: object) -> Day:
@@ -63,7 +61,7 @@ def test_what_a_stage_started_ends_when_the_kit_is_killed(
     way: str, ending: signal.Signals, tmp_path: Path
 ) -> None:
     day = day_of(tmp_path, way)
-    kit = multiprocessing.get_context("spawn").Process(target=run_one, args=(day,))
+    kit = multiprocessing.get_context("spawn").Process(target=run_first, args=(day,))
     kit.start()
     deadline = time.monotonic() + 300
     try:
@@ -74,10 +72,6 @@ def test_what_a_stage_started_ends_when_the_kit_is_killed(
         os.kill(kit.pid or 0, ending)
         kit.join()
     wait_for_the_end(int((tmp_path / "rank").read_text()), deadline)
-
-
-def run_one(day: Day) -> None:
-    list(run_stages(day, [FIRST]))
 
 
 def wait_for_the_end(number: int, deadline: float) -> None:

@@ -21,7 +21,7 @@ from megatron_stare.policy import topology as topologies
 from megatron_stare.recipes import BASELINE, RECIPES, cluster_of
 from megatron_stare.reporting.logbook import read_metrics
 from tests.distributed import run_distributed
-from tests.recipes.shrunk import ROUTED, WORLD, families, shrunk, write_world
+from tests.recipes.shrunk import ROUTED, WORLD, shrunk, write_world
 from tests.rollout.sglang.world import start_server, wait_for
 
 # One without a server for every run of the tests, the others with the slow ones.
@@ -120,7 +120,7 @@ def test_recipes_and_their_baselines_take_two_steps_with_a_real_server(
     stands for the recipes' own: every run sends it weights, and asks what it holds.
     """
     write_world(tmp_path)
-    with started(tmp_path) as urls:
+    with started(tmp_path, names) as urls:
         words = (str(tmp_path), names, "sglang.server_args=")
         every = functools.partial(trained, urls=urls)
         done = run_distributed(every, WORLD, *words, timeout_s=1800.0)
@@ -134,7 +134,7 @@ def test_recipes_and_their_baselines_take_two_steps_with_a_real_server(
 @pytest.mark.slow
 def test_the_tool_recipe_through_the_endpoint_with_a_real_server(tmp_path: Path) -> None:
     write_world(tmp_path)
-    with started(tmp_path) as urls:
+    with started(tmp_path, ("tool_use_7b",)) as urls:
         words = (str(tmp_path), ("tool_use_7b",), "sglang.server_args=", *ENDPOINT)
         every = functools.partial(trained, urls=urls)
         assert all(all(its) for its in run_distributed(every, WORLD, *words, timeout_s=600.0))
@@ -144,16 +144,17 @@ def test_the_tool_recipe_through_the_endpoint_with_a_real_server(tmp_path: Path)
 
 
 @contextlib.contextmanager
-def started(directory: Path) -> Iterator[dict[str, str]]:
-    """A server of each model in `directory`: where it answers."""
+def started(directory: Path, names: tuple[str, ...]) -> Iterator[dict[str, str]]:
+    """A server of each model in `directory` that the recipes train: where it answers."""
+    checkpoints = sorted({Path(shrunk(name, directory).policy.hf_checkpoint) for name in names})
     with contextlib.ExitStack() as ended:
         servers = {}
-        for family in families():
-            log = directory / f"{family}.log"
-            asked = ("--enable-return-routed-experts",) if family in ROUTED else ()
-            server = start_server(directory / family, log, 0, "--dtype", "bfloat16", *asked)
+        for checkpoint in checkpoints:
+            log = directory / f"{checkpoint.name}.log"
+            asked = ("--enable-return-routed-experts",) if checkpoint.name in ROUTED else ()
+            server = start_server(checkpoint, log, 0, "--dtype", "bfloat16", *asked)
             ended.callback(server.stop)
-            servers[str(directory / family)] = server
-        for checkpoint, server in servers.items():
-            wait_for([server], Path(checkpoint))
-        yield {checkpoint: server.url for checkpoint, server in servers.items()}
+            servers[str(checkpoint)] = server
+        for name, server in servers.items():
+            wait_for([server], Path(name))
+        yield {name: server.url for name, server in servers.items()}

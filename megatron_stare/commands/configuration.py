@@ -36,7 +36,7 @@ from megatron_stare.commands.arguments import (
     command_parsers,
 )
 from megatron_stare.config import Config, UserError, lookup, nearest, override
-from megatron_stare.config.overrides import SECRETS
+from megatron_stare.config.rules import SECRETS
 from megatron_stare.config.run import settings
 from megatron_stare.config.section import Setting
 from megatron_stare.recipes import RECIPES, cluster_of, config_of

@@ -17,11 +17,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_stare.config.aliases import unknown
 from megatron_stare.config.errors import UserError
-from megatron_stare.config.rules import check, unread
+from megatron_stare.config.rules import SECRETS, check, unread
 from megatron_stare.config.run import Config, kind_of_values, lookup, settings
 from megatron_stare.config.section import Setting, fields_of, setting_of
 
-SECRETS = ("sglang.api_key",)  # in no file and no message
 # The beginning of a text that an override writes as YAML; any other text stands for itself.
 _QUOTED = re.compile(r"[\"'\[{]|(?:null|~)$")
 _FLOAT = re.compile(

@@ -15,6 +15,7 @@ from megatron_stare.config.section import written
 from megatron_stare.config.task import PER_SOURCE
 from megatron_stare.config.training import AdaptersConfig, LossConfig
 
+SECRETS = ("sglang.api_key",)  # in no file and no message
 PROJECTIONS = AdaptersConfig().targets.split(",")
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 _SERVER = "http://host:port"
@@ -275,6 +276,13 @@ def _texts(config: Config) -> Iterator[str]:
         for name in lookup(config, key):
             if not name or "/" in name:
                 yield f"{key}.{name}: the name is one of files too; choose one without a slash"
+    for arm, items in config.compare.arms.items():
+        for key in SECRETS:
+            if any(item.partition("=")[0] == key for item in items):
+                yield (
+                    f"compare.arms.{arm} sets {key}, which would stand in config.yaml; set {key} "
+                    "for all arms"
+                )
     if not config.run.dir:
         yield "run.dir is empty; name a directory for what the run writes"
     for key, setting in settings().items():

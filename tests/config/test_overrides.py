@@ -336,6 +336,11 @@ def test_a_refused_key_of_the_servers_is_not_shown(key, tmp_path):
         load(tmp_path / "own.yaml")
 
 
+def test_a_key_of_the_servers_in_an_arm_is_refused_and_not_shown():
+    message = refusal("compare.arms.a=[loss.name=grpo,sglang.api_key=abc]")
+    assert "compare.arms.a sets sglang.api_key" in message and "abc" not in message
+
+
 def test_a_missing_file_is_refused_by_name(tmp_path):
     with pytest.raises(UserError, match=r"nothing\.yaml"):
         load(tmp_path / "nothing.yaml")

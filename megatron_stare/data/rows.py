@@ -126,11 +126,22 @@ def _row(raw: RawRow, config: DataConfig) -> Row:
     return Row(
         raw.number,
         _prompt(row[config.input_key], config.input_key),
-        label if isinstance(label, str) else json.dumps(label, ensure_ascii=False, default=str),
+        _label(label),
         metadata_of(row, config),
         _tools(row.get(config.tool_key), config.tool_key),
         raw.file,
     )
+
+
+def _label(value: Any) -> str:
+    """A text as it is, numbers and lists as JSON, a table's dates and decimals as text. BadRow: it
+    is bytes, whose encoding no table names.
+    """
+    if isinstance(value, bytes):
+        raise BadRow("the label is bytes; store the column as text")
+    if isinstance(value, int | float | list | dict):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return str(value)
 
 
 def checked_text(text: str, what: str) -> str:

@@ -2,6 +2,8 @@
 tools, messages, system prompt.
 """
 
+import datetime
+import decimal
 import json
 from pathlib import Path
 
@@ -180,6 +182,19 @@ def test_a_label_of_another_type_is_kept_as_json(tmp_path):
         [ROWS[0] | {"label": label} for label in (4, 0.5, True, ["a", 1], {"b": None})],
     )
     assert labels(tmp_path / "a.jsonl") == ["4", "0.5", "true", '["a", 1]', '{"b": null}']
+
+
+def test_decimals_and_dates_of_a_table_are_text_and_bytes_are_refused(tmp_path):
+    values = {"d": decimal.Decimal("4.50"), "t": datetime.date(2026, 1, 2), "b": b"4"}
+    found = {}
+    for name, value in values.items():
+        table = pyarrow.Table.from_pylist([ROWS[0] | {"label": value}])
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+        if name != "b":
+            found[name] = labels(tmp_path / f"{name}.parquet")
+    assert found == {"d": ["4.50"], "t": ["2026-01-02"]}
+    with pytest.raises(UserError, match="the label is bytes; store the column as text"):
+        labels(tmp_path / "b.parquet")
 
 
 # --- what reaches the prompt

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,29 @@ def started(config: Config, topology: Topology, interrupt: Interrupt) -> Config 
     """
     target = Path(config.run.dir) / RESULT
     if is_due(config):
-        finished = cold_start(config, topology, interrupt, target)
-        return_memory()
-        release_workspaces()  # for servers on the same GPU, which start before the next actor
+        with _servers_without_memory(config, topology):
+            finished = cold_start(config, topology, interrupt, target)
+            return_memory()
+            release_workspaces()  # for servers on the same GPU, which take it next
         if not finished:
             return None
     return planned(config)
+
+
+@contextmanager
+def _servers_without_memory(config: Config, topology: Topology) -> Iterator[None]:
+    """Servers that run already and share the trainer's GPUs have no memory during a cold start."""
+    servers = config.sglang
+    running = config.rollout.engine == "sglang" and (servers.urls or servers.router_url)
+    if not (running and servers.colocated and is_ahead(config)):
+        yield
+        return
+    from megatron_stare.sync.served_engine import ServedEngine
+
+    tokenizer = load_tokenizer(config.policy.hf_checkpoint)
+    with closing(ServedEngine(config, tokenizer, topology)) as engine:
+        yield
+        engine.resume_memory()
 
 
 def cold_start(config: Config, topology: Topology, interrupt: Interrupt, target: Path) -> bool:

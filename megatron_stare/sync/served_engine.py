@@ -65,7 +65,8 @@ Message = Literal["wait", "send", "done"]
 
 class ServedEngine:
     """Implements rollout.engine.Engine. The servers start on construction; the first
-    `load_weights` waits for them.
+    `load_weights` waits for them. Colocated servers have started when the construction ends, and
+    have released their memory: the caller builds the trainer in it.
     """
 
     def __init__(
@@ -81,6 +82,13 @@ class ServedEngine:
         self._encoded = encoded_matrices(config)
         self._adapted: AdaptedWeights | None = None  # where servers apply adapters
         self._on_first(lambda: self._start(config, tokenizer))
+        if self.colocated:
+            try:
+                self._serve([])
+                self.release_memory()
+            except BaseException:
+                self.close()
+                raise
 
     def _start(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         directory = Path(config.run.dir)
@@ -135,9 +143,9 @@ class ServedEngine:
         if self.pool is not None:
             self.pool.expect(version)
             self.pool.interrupt()
-        self._resume_memory(WEIGHTS)
+        self.resume_memory(WEIGHTS)
         self._serve(None)
-        self._resume_memory(CACHES)
+        self.resume_memory(CACHES)
 
     def release_memory(self) -> None:
         """Every server of a colocated run releases its GPU memory until the next weights.
@@ -146,7 +154,8 @@ class ServedEngine:
         if self.colocated:
             self._on_first(lambda: self._pool().release_memory())
 
-    def _resume_memory(self, tags: tuple[str, ...]) -> None:
+    def resume_memory(self, tags: tuple[str, ...] = WEIGHTS + CACHES) -> None:
+        """Every server of a colocated run takes its memory for `tags` again. Collective."""
         if self.colocated:
             # All ranks release theirs before any server takes it.
             agreed(self.topology, release_workspaces)

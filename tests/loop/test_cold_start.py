@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,12 +14,15 @@ from safetensors.torch import load_file
 from megatron_stare.__main__ import main
 from megatron_stare.config import Config, UserError, dump, load, override
 from megatron_stare.data.prompts import load_prompts
+from megatron_stare.loop import cold_start as cold_start_module
 from megatron_stare.loop.cold_start import cold_start, is_due, planned, read_demonstrations
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.resolve import load_tokenizer
 from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
 from tests.distributed import run_distributed
+from tests.rollout.sglang.fake_server import fake_servers
 from tests.small_run import small_config
 
 TEMPLATE = (
@@ -90,6 +95,29 @@ def test_a_result_of_other_demonstrations_is_refused(
     assert planned(config).policy.hf_checkpoint == str(target), "no longer needed"
     shown.write_text(before)
     assert main(["train", str(recipe)]) == 0
+
+
+def test_running_servers_on_the_same_gpus_have_no_memory_meanwhile(
+    tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, during = cold_start_module.cold_start, []
+
+    def asked() -> list[str]:
+        order = httpx.get(f"{url}/seen").json()["order"]
+        return [path.split("_")[0] for path in order if "memory" in path]
+
+    def watched(*arguments: Any) -> bool:
+        during.extend(asked())
+        return train(*arguments)
+
+    monkeypatch.setattr(cold_start_module, "cold_start", watched)
+    with fake_servers(1) as (url,):
+        servers = ("rollout.engine=sglang", f"sglang.urls=[{url}]", "sglang.colocated=true")
+        config = load(prepared(tmp_path, *servers, "sglang.verify_weights=false"))
+        for _ in range(2):  # the second time its result is there
+            assert cold_start_module.started(config, topology, Interrupt())
+        assert asked() == ["/release", "/resume"]
+    assert during == ["/release"] * 2 + ["/resume"]
 
 
 LAYOUTS = {

@@ -112,10 +112,9 @@ def test_servers_take_memory_when_every_rank_has_given_it_back(tmp_path: Path) -
     update = ["begin_weight_update", "update_weights_from_tensor", "end_weight_update"]
     given = ["given_back"] * 2
     resume = "resume_memory_occupation"
-    first = [*given, *update, *given]
-    later = ["release_memory_occupation", *given, resume, *update, *given, resume]
+    each = ["release_memory_occupation", *given, resume, *update, *given, resume]
     names = [path.removeprefix("/") for path in order]
-    assert [name for name in names if name in {*later}] == [*first, *later, *later]
+    assert [name for name in names if name in {*each}] == [*each, *each, *each]
 
 
 def test_servers_that_would_start_from_fp8_weights_are_refused_before_they_start(

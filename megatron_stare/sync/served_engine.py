@@ -66,7 +66,7 @@ Message = Literal["wait", "send", "done"]
 class ServedEngine:
     """Implements rollout.engine.Engine. The servers start on construction; the first
     `load_weights` waits for them. Colocated servers have started when the construction ends, and
-    have released their memory: the caller builds the trainer in it.
+    have released their memory, in which the trainer is built.
     """
 
     def __init__(

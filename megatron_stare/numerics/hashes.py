@@ -21,7 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 20
+# Elements at a time: the words of so few stay in a CPU's cache, and a GPU is busy with so many.
+CHUNK_ON_CPU, CHUNK_ON_GPU = 1 << 18, 1 << 20
 # As signed 64-bit words, which is what torch has; products and sums wrap around on every device.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -39,28 +40,28 @@ HALVES = (
 )
 
 
-def bit_hash(
-    tensor: Tensor, chunk_elements: int = CHUNK_ELEMENTS, places: Tensor | None = None
-) -> Tensor:
+def bit_hash(tensor: Tensor, chunk: int = 0, places: Tensor | None = None) -> Tensor:
     """The hash as a scalar int64 tensor on the tensor's device.
 
-    It takes some 32 bytes more per element of one chunk. -0.0 and 0.0, and NaNs of different bits,
-    count as different; the shape does not count. `places` [rows] says where in a larger tensor each
-    row's first element stands, so that the hashes of its shards add up to that of the whole.
+    It takes some 32 bytes more per element of one `chunk`, by default of as many elements as suit
+    the device. -0.0 and 0.0, and NaNs of different bits, count as different; the shape does not
+    count. `places` [rows] says where in a larger tensor each row's first element stands, so that
+    the hashes of its shards add up to that of the whole.
     """
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view(_WORD_TYPES[flat.element_size()])
     words = words[:, None] if places is None else words.view(len(places), -1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     column = torch.arange(1, 1 + words.shape[1], device=flat.device)
-    rows = max(1, chunk_elements // max(1, words.shape[1]))
+    chunk = chunk or (CHUNK_ON_GPU if flat.is_cuda else CHUNK_ON_CPU)
+    rows = max(1, chunk // max(1, words.shape[1]))
     for start in range(0, len(words), rows):
-        chunk = words[start : start + rows].long()
+        word = words[start : start + rows].long()
         if places is None:
-            first = torch.arange(start, start + len(chunk), device=flat.device)
+            first = torch.arange(start, start + len(word), device=flat.device)
         else:
             first = places[start : start + rows]
-        total += _mixed(chunk.add_((first[:, None] + column).mul_(_STEP))).sum()
+        total += _mixed(word.add_((first[:, None] + column).mul_(_STEP))).sum()
     return total
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -46,6 +47,7 @@ from megatron_stare.loop.trainer import Trainer
 from megatron_stare.loop.watchdog import HUNG, RANKS
 from megatron_stare.losses.registry import all_objectives, reading
 from megatron_stare.policy import runtime
+from megatron_stare.policy.huggingface.files import read_header, weight_files
 from megatron_stare.policy.topology import Topology, release_workspaces
 from megatron_stare.reporting import heartbeat
 from megatron_stare.reporting.console import print_summary
@@ -280,10 +282,10 @@ def _write_summary(
 
 LOG_NAME = "log.txt"
 _POLL_SECONDS = 0.5
-# Memory of a run on a CPU: its libraries, and a multiple of the files that it starts from (weights,
-# gradients, the optimizer's state, activations, the engine's weights and cache). SmolLM2-135M, of
-# 269 MB, needs 6 to 9 GB.
-_LIBRARIES, _PER_BYTE_OF_WEIGHTS = 1 << 30, 30
+# Memory of a run on a CPU: its libraries, and bytes per weight of the model (weights, gradients,
+# the optimizer's state, activations, the engine's weights and cache). SmolLM2-135M needs 6 to 9 GB
+# in bf16 and in fp32.
+_LIBRARIES, _PER_WEIGHT = 1 << 30, 60
 # Exit codes of runs that a signal stopped, and of those that had no handlers for it yet.
 _STOPPED = (0, 128 + signal.SIGINT)
 _STOPPED_EARLY = (128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
@@ -345,9 +347,9 @@ def _runs_at_once(configs: list[Config]) -> int:
     if runtime.device().type != "cpu":
         return 1
     wanted = max(1, min(len(configs), os.cpu_count() or 1))
-    folders = {Path(config.policy.hf_checkpoint) for config in configs}
-    weights = max((sum(f.stat().st_size for f in each.rglob("*")) for each in folders), default=0)
-    need, available = _LIBRARIES + _PER_BYTE_OF_WEIGHTS * weights, psutil.virtual_memory().available
+    models = {Path(config.policy.hf_checkpoint) for config in configs}
+    weights = max(map(_weights_in, models), default=0)
+    need, available = _LIBRARIES + _PER_WEIGHT * weights, psutil.virtual_memory().available
     jobs = max(1, min(wanted, available // need))
     if jobs < wanted:
         print(
@@ -356,6 +358,12 @@ def _runs_at_once(configs: list[Config]) -> int:
             file=sys.stderr,
         )
     return jobs
+
+
+def _weights_in(model: Path) -> int:
+    """The number of weights in the files of a Hugging Face directory."""
+    tensors = (info for file in weight_files(model) for info in read_header(file)[0])
+    return sum(math.prod(info.shape) for info in tensors)
 
 
 def _beats(running: Running) -> list[int]:

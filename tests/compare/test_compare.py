@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron_stare.__main__ import main
 from megatron_stare.compare import compare
@@ -187,6 +188,7 @@ def test_a_failed_run_ends_no_other(tmp_path: Path) -> None:
 GB = 10**9
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("available", "runs", "says"),
     [(9.9, 3, ""), (2.9, 2, "2 of 3 runs at a time: each may need 1.4 GB"), (0.1, 1, "1 of 3 ")],
@@ -195,12 +197,13 @@ def test_no_more_runs_at_a_time_than_memory_holds(
     available: float,
     runs: int,
     says: str,
+    dtype: torch.dtype,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A run needs 1 GiB, and 30 times the size of its start."""
-    (tmp_path / "model.safetensors").write_bytes(bytes(10**7))
+    """A run needs 1 GiB and 60 bytes per weight, whatever the dtype of the file."""
+    save_file({"a": torch.zeros(5 * 10**6, dtype=dtype)}, tmp_path / "model.safetensors")
     config = override(Config(), [f"policy.hf_checkpoint={tmp_path}"])
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     memory = SimpleNamespace(available=int(available * GB))

@@ -144,6 +144,8 @@ def _stretches(
     ]
     if not turns:
         raise BadRow("field 'messages' has no message of role assistant")
+    added = tokenizer.added_tokens_decoder.values()
+    ends = tuple(token.content for token in added if token.special)
     rendered = ""
     for number in turns:
         before = chat_text(messages[:number], tokenizer, tools, variables)
@@ -154,9 +156,11 @@ def _stretches(
                 "per turn of the assistant"
             )
         yield before[len(rendered) :], False
-        written, end, after = through[len(before) :].rpartition(str(tokenizer.eos_token))
-        yield (written + end if end else after), True
-        rendered = through[: len(through) - len(after)] if end else through
+        turn = through[len(before) :]
+        if turn.rstrip().endswith(ends):  # white space after the end is the template's
+            turn = turn.rstrip()
+        yield turn, True
+        rendered = before + turn
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:

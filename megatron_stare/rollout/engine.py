@@ -155,7 +155,8 @@ class Limits:
 
 def stop_ids(hf_checkpoint: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Every id that ends a response: the tokenizer's, config.json's and generation_config.json's,
-    and those of the vocabulary's own turn ends.
+    those of the vocabulary's own turn ends, and the one with which the chat template ends a turn of
+    the model: in Qwen's base models no file names it.
     """
     from transformers import AutoConfig, GenerationConfig  # takes seconds
 
@@ -177,7 +178,24 @@ def stop_ids(hf_checkpoint: str, tokenizer: PreTrainedTokenizerBase) -> frozense
             "generation_config.json; set one"
         )
     added = tokenizer.get_added_vocab()
-    return frozenset(found) | {added[text] for text in _TURN_ENDS if text in added}
+    found += [added[text] for text in _TURN_ENDS if text in added]
+    return frozenset([*found, *_template_end(tokenizer)])
+
+
+def _template_end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special token that follows a turn of the model in the chat template; none where another
+    text or nothing does.
+    """
+    turn = "%turn%"
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": turn}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception:  # without a template, or of one that refuses such messages
+        return []
+    after = text.rpartition(turn)[2] if turn in text else ""
+    ids = tokenizer.encode(after.lstrip(), add_special_tokens=False)
+    token = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
+    return ids[:1] if token is not None and token.special else []
 
 
 def ends_with_stop(

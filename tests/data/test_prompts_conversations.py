@@ -58,6 +58,18 @@ def test_a_demonstration_and_a_rollout_are_the_same_tokens(tokenizer):
     assert ids[end : end + len(between)] == between and mask[end + len(between)] == 1
 
 
+def test_the_templates_end_of_a_turn_is_written_where_it_is_not_the_end_token():
+    """As of Qwen's base models: the new line after the turn is the template's."""
+    other = world.tool_tokenizer()
+    other.eos_token = world.PAD
+    other.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    other.chat_template = world.CHAT_TEMPLATE.replace("<|end|>", "<|end|>\n")
+    ids, mask = tokenize_conversation(TALK[:4], other)
+    written = other.decode([i for i, m in zip(ids, mask, strict=True) if m])
+    assert written == "<tool_call>x</tool_call><|end|>\\boxed{42}<|end|>"
+    assert other.decode(ids).count("<|end|>\n") == 3
+
+
 def test_tools_reach_the_template(tokenizer):
     other = world.tool_tokenizer()
     other.chat_template = "{% if tools %}{{ tools[0]['name'] }}{% endif %}" + world.CHAT_TEMPLATE

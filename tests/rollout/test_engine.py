@@ -1,17 +1,20 @@
 """Seeds as numbers: which a server is sent, and that no two samples of a group share one.
-Futures that an engine waits for.
+Futures that an engine waits for. Tokens that end a response.
 """
 
 from __future__ import annotations
 
 import itertools
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
+from transformers import Qwen2Config
 
 from megatron_stare.collect.sampling_settings import EVALUATION, TRAINING
 from megatron_stare.config import EngineError
-from megatron_stare.rollout.engine import seed_number, still_open
+from megatron_stare.rollout.engine import seed_number, still_open, stop_ids
+from tests.tiny_models import byte_tokenizer
 
 
 def test_no_two_samples_share_a_seed():
@@ -56,3 +59,36 @@ def test_a_failure_between_two_looks_is_raised_by_the_next_wait():
     assert still_open([future]) == [future]
     with pytest.raises(EngineError, match="lost"):
         still_open([future])
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WITHOUT_END = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (CHATML, ["<|im_end|>"]),
+        (WITHOUT_END, []),
+        ("{{ raise_exception('no turns') }}", []),
+        ("{% for m in messages %}{{ m['role'] }}<|im_end|>{% endfor %}", []),
+        (None, []),
+    ],
+)
+def test_the_chat_templates_end_of_a_turn_ends_a_response(
+    tmp_path: Path, template: str | None, ends: list[str]
+):
+    """Qwen's base models name <|endoftext|> as their end, and their template ends turns with
+    another token, which a cold start teaches them.
+    """
+    Qwen2Config(eos_token_id=0).save_pretrained(tmp_path)
+    tokenizer = byte_tokenizer()  # its end token is 0
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = template
+    expected = {0, *tokenizer.convert_tokens_to_ids(ends)}
+    assert stop_ids(str(tmp_path), tokenizer) == expected

@@ -128,7 +128,7 @@ def _row(raw: RawRow, config: DataConfig) -> Row:
         _prompt(row[config.input_key], config.input_key),
         _label(label),
         metadata_of(row, config),
-        _tools(row.get(config.tool_key), config.tool_key),
+        tools_of(row, config.tool_key),
         raw.file,
     )
 
@@ -194,8 +194,9 @@ def _decoded(value: Any, key: str) -> Any:
         raise BadRow(f"field {key!r} is text but no JSON") from None
 
 
-def _tools(value: Any, key: str) -> tuple[dict[str, Any], ...]:
-    value = _decoded(value, key)
+def tools_of(row: dict[str, Any], key: str) -> tuple[dict[str, Any], ...]:
+    """The row's function schemas. BadRow: field `key` holds something else."""
+    value = _decoded(row.get(key), key)
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, dict) and tool for tool in value):

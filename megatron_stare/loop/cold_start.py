@@ -25,11 +25,11 @@ from megatron_stare.config import (
     UserError,
     override,
 )
-from megatron_stare.data.prompts import chat_messages, tokenize_conversation
-from megatron_stare.data.rows import BadRow
+from megatron_stare.data.prompts import Tools, chat_messages, tokenize_conversation
+from megatron_stare.data.rows import BadRow, tools_of
 from megatron_stare.data.sources import parts, raw_rows
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.resolve import load_tokenizer
+from megatron_stare.loop.resolve import load_tokenizer, offered_tools
 from megatron_stare.losses import find_objective
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.conversion.convert import export_hf
@@ -218,16 +218,18 @@ def _epochs(rows: int, draws: int, seed: int) -> numpy.ndarray:
 
 def read_demonstrations(config: Config) -> list[Group]:
     """One group of one rollout per row of cold_start.data. Prompts are rendered as those of RL:
-    data.system_prompt comes first, and data.wrap_text makes a conversation of a text.
-    UserError for a row that is neither of the two forms.
+    data.system_prompt comes first, data.wrap_text makes a conversation of a text, and a conversation
+    without tools of its own offers those of tools.environment. UserError for a row that is neither
+    of the two forms.
     """
     source, tokenizer = config.cold_start.data, load_tokenizer(config.policy.hf_checkpoint)
+    offered = offered_tools(config)
     found: list[Group] = []
     for raw in raw_rows(source, "cold_start.data"):
         try:
             if raw.fault:
                 raise BadRow(raw.fault)
-            ids, mask = _tokenized(raw.row, tokenizer, config.data)
+            ids, mask = _tokenized(raw.row, tokenizer, config.data, offered)
         except BadRow as error:
             raise UserError(f"{raw.file}, row {raw.number}: {error}; correct it") from None
         found.append(_demonstration(len(found), ids, mask))
@@ -240,13 +242,13 @@ def read_demonstrations(config: Config) -> list[Group]:
 
 
 def _tokenized(
-    row: Any, tokenizer: PreTrainedTokenizerBase, data: DataConfig
+    row: Any, tokenizer: PreTrainedTokenizerBase, data: DataConfig, offered: Tools
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Ids and loss mask of {"messages": [...], "tools": [...]} or {"prompt": ..., "response": ...};
-    BadRow for any other row.
+    BadRow for any other row. `offered`: the tools of a conversation without its own.
     """
     if isinstance(row, dict) and isinstance(row.get("messages"), list) and row["messages"]:
-        messages, tools = chat_messages(row["messages"], data), row.get("tools") or ()
+        messages, tools = chat_messages(row["messages"], data), tools_of(row, "tools") or offered
         return tokenize_conversation(messages, tokenizer, tools, data.chat_template_kwargs)
     if not isinstance(row, dict) or not all(
         isinstance(row.get(name), str) for name in ("prompt", "response")
@@ -255,7 +257,7 @@ def _tokenized(
     messages = chat_messages(row["prompt"], data)
     if messages:
         whole = (*messages, {"role": "assistant", "content": row["response"]})
-        return tokenize_conversation(whole, tokenizer, (), data.chat_template_kwargs)
+        return tokenize_conversation(whole, tokenizer, offered, data.chat_template_kwargs)
     if data.system_prompt:
         raise BadRow("data.system_prompt needs messages but the row is text; set data.wrap_text")
     prompt, response = tokenizer([row["prompt"], row["response"]]).input_ids

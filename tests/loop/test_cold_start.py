@@ -17,7 +17,7 @@ from megatron_stare.data.prompts import load_prompts
 from megatron_stare.loop import cold_start as cold_start_module
 from megatron_stare.loop.cold_start import cold_start, is_due, planned, read_demonstrations
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.resolve import load_tokenizer
+from megatron_stare.loop.resolve import load_tokenizer, offered_tools
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.logbook import read_metrics
@@ -201,6 +201,38 @@ def test_demonstrations_have_the_prompt_of_rollouts(tmp_path: Path) -> None:
         prompt.token_ids.tolist() for prompt in prompts
     ]
     assert "<s>Add." in prompts[0].text and "<s>Sum." in prompts[2].text
+
+
+def test_demonstrations_offer_the_tools_of_rollouts(tmp_path: Path) -> None:
+    """Those of the environment, unless a row has its own, which may be JSON text."""
+    config = with_template(tmp_path, "tools.environment=calculator", "data.wrap_text=true")
+    config = override(config, ["data.rollout_max_prompt_len=64", "cold_start.batch_size=1"])
+    (tmp_path / "model/chat_template.jinja").write_text(
+        "{% for t in tools or () %}[{{ t['function']['name'] }}]{% endfor %}" + TEMPLATE
+    )
+    talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2."}]
+    own = [{"type": "function", "function": {"name": "own", "parameters": None}}]
+    shown = [
+        {"prompt": "1+1=", "response": "2."},
+        {"messages": talk},
+        {"messages": talk, "tools": None},
+        {"messages": talk, "tools": own},
+        {"messages": talk, "tools": json.dumps(own)},
+    ]
+    problems = [{"prompt": "1+1=", "label": "2"}] * 3
+    problems += [{"prompt": talk[:1], "label": "2", "tools": own}] * 2
+    for name, rows in (("shown", shown), ("asked", problems)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = load_tokenizer(config.policy.hf_checkpoint)
+    source, tools = str(tmp_path / "asked.jsonl"), offered_tools(config)
+    prompts, _ = load_prompts(source, tokenizer, config.data, tools=tools)
+    assert [prompt.text[:13] for prompt in prompts[2:4]] == ["[calculator]<", "[own]<u>1+1=<"]
+    assert [one.prompt.token_ids.tolist() for one in read_demonstrations(config)] == [
+        prompt.token_ids.tolist() for prompt in prompts
+    ]
+    (tmp_path / "shown.jsonl").write_text(json.dumps({"messages": talk, "tools": "calc"}) + "\n")
+    with pytest.raises(UserError, match=r"row 1: field 'tools' is text but no JSON"):
+        read_demonstrations(config)
 
 
 def test_a_system_prompt_for_plain_text_is_refused(tmp_path: Path) -> None:

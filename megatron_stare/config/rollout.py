@@ -154,7 +154,8 @@ class ToolsConfig:
     episode_seconds: Positive = 300.0
     """Time limit of all tool calls of an episode together, in seconds."""
     max_seconds: Positive = 1800.0
-    """Seconds, generation included, after which an episode starts no further turn."""
+    """Seconds since the end of an episode's first turn after which it starts no further turn,
+    generation included. The first turn, which may wait long for a server, does not count."""
     output_characters: Annotated[Integer, Ge(100)] = 8192
     """Maximum number of characters of one tool result; the rest is cut and marked."""
     answer_pattern: str = r"\\boxed\{"

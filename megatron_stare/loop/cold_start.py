@@ -218,9 +218,9 @@ def _epochs(rows: int, draws: int, seed: int) -> numpy.ndarray:
 
 def read_demonstrations(config: Config) -> list[Group]:
     """One group of one rollout per row of cold_start.data. Prompts are rendered as those of RL:
-    data.system_prompt comes first, data.wrap_text makes a conversation of a text, and a conversation
-    without tools of its own offers those of tools.environment. UserError for a row that is neither
-    of the two forms.
+    data.system_prompt comes first, data.wrap_text makes a conversation of a text, and one without
+    tools of its own offers those of tools.environment. UserError for a row that is neither of the
+    two forms.
     """
     source, tokenizer = config.cold_start.data, load_tokenizer(config.policy.hf_checkpoint)
     offered = offered_tools(config)

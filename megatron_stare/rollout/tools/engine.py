@@ -169,8 +169,9 @@ class _Trajectory:
         }
 
     async def play(self, episode: Episode) -> Rollout:
-        settings, began = self.engine.settings, time.monotonic()
+        settings = self.engine.settings
         part: Rollout | None = None
+        began = 0.0  # the end of the first turn, which may wait long for a server
         begin = 0  # of the turn
         while True:
             try:
@@ -184,7 +185,7 @@ class _Trajectory:
                 return self._unfinished(self.rollout)
             if rollout.status == "aborted":
                 return Rollout.inserted((), "aborted", rollout.weight_version)
-            self.rollout = rollout
+            self.rollout, began = rollout, began or time.monotonic()
             ids = rollout.response_ids[begin:].tolist()
             text = self._text(ids, rollout.response_ids[:begin])
             calls = self.engine.form.read(text, episode.tools)

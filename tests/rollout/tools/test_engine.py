@@ -5,9 +5,11 @@ of a scripted model and of a real one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import json
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -121,6 +123,28 @@ def test_every_bound_ends_an_episode(
     assert rollout.status == status and len(rollout.response_ids) <= length
     assert rollout.episode["unfinished"] == (status == "truncated")
     assert rollout.loss_mask[-1] == 1, "no tool result stands at the end, unread"
+
+
+def test_the_wait_for_a_server_does_not_end_an_episode(tokenizer: PreTrainedTokenizerBase):
+    """A large batch is sampled in waves: most of its episodes wait for a long time at first."""
+
+    class Busy(Scripted):
+        def _answer(self, request: Request, params: SamplingParams) -> Future[Rollout]:
+            answered = super()._answer(request, params)
+            if request.part is not None:
+                return answered
+            late: Future[Rollout] = Future()
+            threading.Timer(1.5, late.set_result, [answered.result()]).start()
+            return late
+
+    inner = Busy(tokenizer, [CALL, "\\boxed{42}<|end|>"])
+    settings = ToolsConfig(environment="calculator", max_seconds=1.0)
+    engine = ToolEngine(inner, CalculatorEnvironment, tokenizer, settings)  # type: ignore[arg-type]
+    prompt = Prompt(0, (5, 6, 7), "42")
+    with contextlib.closing(engine):
+        (future,) = engine.submit([Request(prompt.token_ids, (0, 0), prompt=prompt)], PARAMS)
+        rollout = future.result(timeout=20)
+    assert (rollout.status, rollout.episode["turns"]) == ("completed", 2)
 
 
 @pytest.mark.parametrize("filtered", [True, False])

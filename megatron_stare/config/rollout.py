@@ -179,7 +179,8 @@ class AgentsConfig:
     format: Literal["hermes", "qwen3_coder", "code"] = "hermes"
     """Syntax in which the model writes a tool call."""
     hosts: Count = 2
-    """Number of host processes that agents run in, for each engine."""
+    """Number of host processes that agents run in, on each rank that sends requests: all ranks of
+    the embedded engine, or rank 0."""
     episodes_per_host: Count = 64
     """Maximum number of episodes that run in one host process at the same time."""
     address: str = "127.0.0.1"

@@ -37,7 +37,7 @@ from megatron_stare.policy.adapters import check as check_adapters
 from megatron_stare.policy.checkpoints.checkpoints import LATEST, CheckpointDirectory
 from megatron_stare.policy.checkpoints.names import step_of
 from megatron_stare.policy.model import PolicyModel
-from megatron_stare.policy.topology import Topology
+from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.reporting import heartbeat
 from megatron_stare.reporting.problem_scores import EVALUATION, Problem
 from megatron_stare.rollout.embedded import EmbeddedEngine
@@ -111,8 +111,8 @@ def evaluation_sets(
 
 
 def build_engine(config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> Engine:
-    """The rollout engine, with tools where there are any; weights not yet loaded. Collective;
-    its user closes it.
+    """The rollout engine, with tools or agents on the ranks that send it requests; weights not yet
+    loaded. Collective; its user closes it.
     """
     if config.rollout.engine == "sglang":
         try:
@@ -124,11 +124,19 @@ def build_engine(config: Config, tokenizer: PreTrainedTokenizerBase, topology: T
         engine: Engine = ServedEngine(config, tokenizer, topology)
     else:
         engine = embedded_engine(config, tokenizer, topology.world_size)
+    playing = [engine]
+
+    def start() -> None:
+        """The other ranks would hold idle sandboxes and hosts, and find agents.port taken."""
+        if topology.rank < engine.sources:
+            playing.append(with_tools(engine, config, tokenizer))
+
     try:
-        return with_tools(engine, config, tokenizer)
+        agreed(topology, start)
     except BaseException:
-        engine.close()
+        playing[-1].close()
         raise
+    return playing[-1]
 
 
 def with_tools(engine: Engine, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:

@@ -77,21 +77,37 @@ def test_a_bad_row_of_an_evaluation_ends_a_start_before_any_engine(
         Trainer(config, topology)
 
 
+class Below:
+    """An engine that a start builds."""
+
+    closed = False
+
+    def __init__(self, sources: int) -> None:
+        self.sources = sources
+
+    def close(self) -> None:
+        self.closed = True
+
+
 def test_a_start_whose_agents_or_tools_fail_closes_the_engine_below(
     tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ):
-    class Below:
-        closed = False
-
-        def close(self) -> None:
-            self.closed = True
-
     def with_tools(*_: object) -> None:
         raise UserError("agents.port is taken")
 
-    below = Below()
+    below = Below(sources=1)
     monkeypatch.setattr(assemble, "embedded_engine", lambda *_: below)
     monkeypatch.setattr(assemble, "with_tools", with_tools)
     with pytest.raises(UserError, match="taken"):
         assemble.build_engine(small_config(tmp_path), byte_tokenizer(), topology)
     assert below.closed
+
+
+def test_a_rank_that_sends_no_requests_has_no_tools_and_no_agents(
+    tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
+):
+    """On servers rank 0 alone plays episodes: eight ranks cannot listen on one agents.port."""
+    below, words = Below(sources=0), ["tools.environment=calculator"]
+    monkeypatch.setattr(assemble, "embedded_engine", lambda *_: below)
+    config = small_config(tmp_path, *words)
+    assert assemble.build_engine(config, byte_tokenizer(), topology) is below

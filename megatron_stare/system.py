@@ -1,5 +1,5 @@
 """Whole files and answers, work that may fail, content hashes, children that end with their parent,
-the driver.
+the driver, the date of prompts.
 
 No torch and no other module of this package is imported here: verifier processes use it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import errno
 import fcntl
 import gc
@@ -29,6 +30,13 @@ _PR_SET_PDEATHSIG = 1
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 LEAST_DRIVER = {"12": 525, "13": 580}  # by the major version of CUDA; NVIDIA's compatibility table
 CPU_ON_PURPOSE = "MEGATRON_STARE_CPU"
+
+
+def prompt_date(form: str) -> str:
+    """The date that chat templates call strftime_now for (Llama 3.2, SmolLM3): always the one that
+    Llama's write where there is no clock, so that a run has the same prompts on every day.
+    """
+    return datetime.date(2024, 7, 26).strftime(form)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from megatron_stare.config import Config, DataConfig, UserError, source_of
 from megatron_stare.data.rows import BadRow, Dropped, Row, checked_text, read_rows
 from megatron_stare.data.screening import Screen
 from megatron_stare.records import Prompt
-from megatron_stare.system import digest
+from megatron_stare.system import digest, prompt_date
 
 TOO_LONG = "over data.rollout_max_prompt_len"
 
@@ -95,7 +95,7 @@ def chat_text(
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=generate,
-                **variables,
+                **{"strftime_now": prompt_date, **variables},
             )
         )
     except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:

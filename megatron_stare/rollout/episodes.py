@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stare.event_loop import EventLoopThread
 from megatron_stare.records import Rollout
 from megatron_stare.rollout.engine import Engine, Limits, Request, SamplingParams
+from megatron_stare.system import prompt_date
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class ChatTemplate:
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=begin,
-                **self.variables,
+                **{"strftime_now": prompt_date, **self.variables},
             )
             return _readable(str(found))
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:

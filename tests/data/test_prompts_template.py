@@ -18,6 +18,7 @@ from megatron_stare.config import Config, DataConfig, UserError, override
 from megatron_stare.data.prompts import load_prompts, tokenize_conversation
 from megatron_stare.loop.assemble import with_tools
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
+from megatron_stare.rollout.episodes import ChatTemplate
 from megatron_stare.rollout.tools.engine import ToolEngine
 from tests.rollout.agents.scripted import Scripted
 
@@ -95,3 +96,20 @@ def test_a_variable_that_has_no_effect_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=rf"data.chat_template_kwargs has {name}=False: {reason}"):
         prompts_of(tmp_path / "a.jsonl", tokenizer, **{name: False})
+
+
+def test_a_template_that_writes_the_date_writes_the_same_on_every_day(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """As Llama 3.2's: a run that resumes after midnight must have its prompts."""
+    dated = copy.deepcopy(tokenizer)
+    dated.chat_template = (
+        "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
+        "{% endif %}{{ date_string }}" + TEMPLATE
+    )
+    (prompt,) = prompts_of(tmp_path / "a.jsonl", dated)
+    assert prompt.startswith("26 Jul 2024<user>")
+    (prompt,) = prompts_of(tmp_path / "a.jsonl", dated, date_string="1 Dec 2026")
+    assert prompt.startswith("1 Dec 2026<user>")
+    talk = [{"role": "user", "content": "6*7="}]
+    assert ChatTemplate(dated).text(talk).startswith("26 Jul 2024<user>")

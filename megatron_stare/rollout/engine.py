@@ -90,6 +90,8 @@ class Request:
     part: Rollout | None = None
     # for an environment of the tool engine; other engines need only the ids
     prompt: Prompt | None = None
+    # of an agent's call: the seed of its episode's request
+    episode: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         ids = fixed_array(self.prompt_ids, numpy.int32, "prompt_ids")

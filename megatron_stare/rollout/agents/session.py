@@ -147,12 +147,14 @@ class CallTree:
         }
         columns = [numpy.concatenate(column) for column in zip(*parts, strict=True)]
         ids, logprobs, mask, versions = columns
+        servers = {node.sampled.server for node in kept}
         return Rollout(
             ids,
             logprobs,
             mask,
             token_versions=versions,
             weight_version=int(versions[-1]),
+            server=servers.pop() if len(servers) == 1 else -1,
             lengths=tuple(len(part[0]) for part in parts),
             episode={name: float(count) for name, count in {**own, **counts}.items()},
             **fields,
@@ -379,7 +381,7 @@ class AgentSession:
         name = int(digest(prompt.tobytes(), 15), 16)
         seed = (*self.request.seed, name, self._repeats[name])
         self._repeats[name] += 1
-        request = Request(prompt, seed)
+        request = Request(prompt, seed, episode=self.request.seed)
         self._in_flight.append(request)
         try:
             (future,) = self.engine.submit([request], params)

@@ -21,8 +21,10 @@ SLACK, ROOM = 1.25, 8
 
 
 def prefix_of(request: Request) -> tuple[int, ...]:
-    """The name of the prompt: the seed without the number of the rollout."""
-    return request.seed[:-1]
+    """The name of the prompt: the seed without the number of the rollout. An agent's calls, which
+    repeat the tokens of the calls before, have that of their episode.
+    """
+    return (request.episode or request.seed)[:-1]
 
 
 def _order(request: Request) -> tuple[tuple[int, ...], tuple[int, ...]]:

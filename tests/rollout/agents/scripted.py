@@ -51,6 +51,7 @@ class Scripted:
             [1] * len(ids),
             status="completed" if ids == every else "truncated",
             weight_version=self.version,
+            server=2,
         )
         future: Future[Rollout] = Future()
         if self.held:

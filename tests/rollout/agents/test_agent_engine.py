@@ -17,6 +17,7 @@ from megatron_stare.records import Prompt, Rollout
 from megatron_stare.rollout.agents import agent_engine
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
 from megatron_stare.rollout.engine import Request, SamplingParams
+from megatron_stare.rollout.sglang.admission import prefix_of
 from megatron_stare.scoring.judge import Judge
 from tests.docs.metric_keys import unexplained
 from tests.rollout.agents.scripted import PARAMS, Scripted, agents, request
@@ -78,6 +79,9 @@ def test_an_agents_turns_with_a_tool_are_one_sequence(tokenizer: PreTrainedToken
     )
     assert rollout.status == "completed" and rollout.lengths == (rollout.length,)
     check_against_log(rollout, inner)
+    prefixes = {prefix_of(each) for each in inner.requests}
+    assert len(prefixes) == 1, "the second call finds the first one's cache on its server"
+    assert rollout.server == 2, "metrics of one server count its episodes"
     assert rollout.outcome == 1.0 and rollout.text == "\\boxed{42}"
     assert rollout.episode["calls"] == 2 and rollout.episode["agent/messages"] == 4
     assert set(rollout.logprobs[rollout.loss_mask].tolist()) == {-1.5, -2.5}

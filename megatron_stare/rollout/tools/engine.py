@@ -214,7 +214,8 @@ class _Trajectory:
             )
             if rollout.length + len(results) >= self.params.max_new_tokens:
                 return self._unfinished(rollout)
-            part = rollout.continued(Rollout.inserted(results, "aborted", rollout.weight_version))
+            inserted = Rollout.inserted(results, "aborted", rollout.weight_version)
+            part = rollout.continued(dataclasses.replace(inserted, server=rollout.server))
             begin = part.length
 
     def _text(self, ids: list[int], before: numpy.ndarray) -> str:

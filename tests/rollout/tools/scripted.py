@@ -22,7 +22,7 @@ CALL = f"<tool_call>{CALL_BEGIN}6*7{CALL_END}</tool_call><|end|>"
 class Scripted:
     """An engine whose model gives scripted answers, turn by turn; it records the requests."""
 
-    version, sources = 3, 1
+    version, sources, server = 3, 1, 2
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: Sequence[str]) -> None:
         self.tokenizer, self.turns = tokenizer, list(turns)
@@ -51,6 +51,7 @@ class Scripted:
             (1,) * len(ids[:room]),
             status="completed",
             weight_version=self.version,
+            server=self.server,
         )
         if len(ids) > room:
             later = Rollout(
@@ -59,6 +60,7 @@ class Scripted:
                 later.loss_mask,
                 status="truncated",
                 weight_version=self.version,
+                server=self.server,
             )
         future: Future[Rollout] = Future()
         future.set_result(request.part.continued(later) if request.part else later)

@@ -70,6 +70,7 @@ def test_a_call_is_answered_and_masked(tokenizer: PreTrainedTokenizerBase):
         for logprob, mask in zip(rollout.logprobs, rollout.loss_mask, strict=True)
     )
     assert rollout.status == "completed" and set(rollout.versions) == {3}
+    assert rollout.server == inner.server, "metrics of one server count its episodes"
     assert rollout.text == CALL.removesuffix("<|end|>") + "\n\\boxed{42}", (
         "a tool's words are not the model's answer"
     )

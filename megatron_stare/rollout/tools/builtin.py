@@ -15,6 +15,7 @@ from megatron_stare.records import Prompt
 from megatron_stare.rollout.sandbox.sandbox import CodeRunner, Sandbox
 from megatron_stare.rollout.tools.calls import CODE_TOOL, Tool
 from megatron_stare.rollout.tools.environment import (
+    CodeError,
     MakeEnvironment,
     ToolError,
     function_tool,
@@ -55,15 +56,20 @@ class PythonEnvironment:
         self._turn = asyncio.Lock()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """The output of the code, its errors, its value, and why it ended early. A session runs the
-        calls of a turn in their order, and takes one of the sandbox's places for all of them.
+        """The output of the code and its value. CodeError: it failed; the message also has its
+        errors, and why it ended early. A session runs the calls of a turn in their order, and takes
+        one of the sandbox's places for all of them.
         """
         code, on_start = arguments["code"], hold_clock()
         if self._session is None:
-            return (await self._runner.run_async(code, on_start)).message()
-        async with self._turn:
-            result = await self._session.run_async(code, on_start)
-        return result.message() + ("" if result.alive else "\n[all variables are lost]")
+            result, lost = await self._runner.run_async(code, on_start), ""
+        else:
+            async with self._turn:
+                result = await self._session.run_async(code, on_start)
+            lost = "" if result.alive else "\n[all variables are lost]"
+        if not result.ok:
+            raise CodeError(result.message() + lost)
+        return result.message() + lost
 
     async def close(self) -> None:
         """End the session."""

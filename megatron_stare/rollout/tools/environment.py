@@ -60,6 +60,10 @@ class ToolError(Exception):
     """A tool was used wrongly; the message is the model's to read."""
 
 
+class CodeError(ToolError):
+    """Code of the model failed; the message is its whole output, as the model reads it."""
+
+
 @dataclass(frozen=True)
 class ToolResult:
     """The result of one call. `ok` False: `text` is an error message."""
@@ -193,6 +197,8 @@ class Episode:
             if not isinstance(shown, str):
                 raise TypeError(f"it gave {type(shown).__name__}, no text")
             return shown, True
+        except CodeError as error:
+            return str(error), False
         except ToolError as error:
             return f"Error: {words(error, kind=False)}", False
         except BaseException as error:

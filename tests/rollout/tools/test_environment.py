@@ -179,9 +179,11 @@ def test_the_python_tool_with_and_without_state():
         fresh = asyncio.run(two_turns(python_environments(sandbox)))
         assert fresh[0] == "set"
         assert "NameError: name 'x' is not defined" in fresh[1]
+        (failed,) = answers(python_environments(sandbox), [second])
+        assert (failed.text, failed.ok) == (fresh[1], False), "the traceback alone, and an error"
         crash = [ToolCall("python", {"code": "import os; os._exit(1)"})]
         (lost,) = answers(python_environments(sandbox, stateful=True), crash)
-        assert lost.text.endswith("[all variables are lost]")
+        assert lost.text.endswith("[all variables are lost]") and not lost.ok
 
 
 @pytest.mark.parametrize(

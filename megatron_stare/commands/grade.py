@@ -20,7 +20,7 @@ from typing import IO, Any, BinaryIO
 
 from megatron_stare.collect.judging import build_judge
 from megatron_stare.config import Config, DataConfig, UserError, override
-from megatron_stare.data.rows import BadRow, metadata_of
+from megatron_stare.data.rows import BadRow, label_of, metadata_of
 from megatron_stare.scoring.judge import Judge
 from megatron_stare.scoring.verdict import Sample, Verdict
 from megatron_stare.system import atomic_file, json_line
@@ -181,19 +181,7 @@ def _sample(row: dict[str, Any], data: DataConfig) -> Sample:
     response = row.get("response")
     if not isinstance(response, str):
         raise BadRow(f"field 'response' is {'missing' if response is None else 'not a string'}")
-    label, judge = row.get(data.label_key), row.get("reward_model")
-    if label is None and isinstance(judge, dict):
-        label = judge.get("ground_truth")
-    if label is None:
-        raise BadRow(f"has neither {data.label_key!r} nor reward_model.ground_truth")
-    if not isinstance(label, str | int | float) or isinstance(label, bool):
-        raise BadRow(
-            f"field {data.label_key!r} is {type(label).__name__}, neither text nor a number"
-        )
     prompt = row.get(data.input_key)
-    return Sample(
-        response,
-        str(label),
-        metadata_of(row, data),
-        prompt if isinstance(prompt, str) else json.dumps(prompt) if prompt else "",
-    )
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt) if prompt else ""
+    messages = prompt if isinstance(prompt, list) else ()
+    return Sample(response, label_of(row, data), metadata_of(row, data), text, messages=messages)

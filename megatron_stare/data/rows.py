@@ -114,6 +114,20 @@ def _row(raw: RawRow, config: DataConfig) -> Row:
             f"has no field {config.input_key!r} (it has {', '.join(map(str, row)) or 'none'}; "
             "data.input_key names the field of the problem)"
         )
+    return Row(
+        raw.number,
+        _prompt(row[config.input_key], config.input_key),
+        label_of(row, config),
+        metadata_of(row, config),
+        tools_of(row, config.tool_key),
+        raw.file,
+    )
+
+
+def label_of(row: dict[str, Any], config: DataConfig) -> str:
+    """The row's label: a text as it is, numbers and lists as JSON, a table's dates and decimals as
+    text. BadRow: there is none, or it is bytes, whose encoding no table names.
+    """
     label = row.get(config.label_key)
     if label is None:
         judge = row.get("reward_model")
@@ -123,25 +137,11 @@ def _row(raw: RawRow, config: DataConfig) -> Row:
             f"has neither {config.label_key!r} nor reward_model.ground_truth (it has "
             f"{', '.join(map(str, row))}; data.label_key names the field of the answer)"
         )
-    return Row(
-        raw.number,
-        _prompt(row[config.input_key], config.input_key),
-        _label(label),
-        metadata_of(row, config),
-        tools_of(row, config.tool_key),
-        raw.file,
-    )
-
-
-def _label(value: Any) -> str:
-    """A text as it is, numbers and lists as JSON, a table's dates and decimals as text. BadRow: it
-    is bytes, whose encoding no table names.
-    """
-    if isinstance(value, bytes):
+    if isinstance(label, bytes):
         raise BadRow("the label is bytes; store the column as text")
-    if isinstance(value, int | float | list | dict):
-        return json.dumps(value, ensure_ascii=False, default=str)
-    return str(value)
+    if isinstance(label, int | float | list | dict):
+        return json.dumps(label, ensure_ascii=False, default=str)
+    return str(label)
 
 
 def checked_text(text: str, what: str) -> str:

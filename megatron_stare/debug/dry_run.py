@@ -165,7 +165,8 @@ def _verifier(run: Config, reward: str, prompt: Prompt) -> Finding:
     what = f"verifier {reward}"
     try:
         with closing(build_judge(run)) as judge:
-            sample = Sample(prompt.label, prompt.label, dict(prompt.metadata), prompt.text)
+            asked = (prompt.label, dict(prompt.metadata), prompt.text)
+            sample = Sample(prompt.label, *asked, messages=prompt.messages)
             (verdict,) = judge.verdicts([sample])
     except UserError as error:
         return Finding("FAIL", what, str(error))

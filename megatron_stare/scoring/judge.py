@@ -429,8 +429,8 @@ def sample_of(prompt: Prompt, rollout: Rollout) -> Sample:
     if rollout.episode.get("errors"):
         failed = [name for name in rollout.episode if name.startswith("failed/")]
         void = f"its episode ended in an error {failed[0] if failed else ''}".strip()
-    text = rollout.text
-    return Sample(text, prompt.label, prompt.metadata, prompt.text, void, rollout.outcome)
+    asked = (prompt.label, prompt.metadata, prompt.text)
+    return Sample(rollout.text, *asked, void, rollout.outcome, prompt.messages)
 
 
 def judgement_metrics(rollouts: Sequence[RolloutMeta]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from megatron_stare.scoring.verdict import Sample, Verdict, as_verdict, printabl
 
 _RETRIED = (408, 429)
 _MOST_BYTES = 1 << 20  # of a reward model's answer
+_SENT = ("prompt", "response", "label", "metadata")  # of a sample
 
 
 class NoAnswer(Exception):
@@ -140,9 +141,7 @@ class RemoteRewardModel:
         return await asyncio.gather(*(self._judge(sample) for sample in samples))
 
     async def _judge(self, sample: Sample) -> Verdict:
-        question = dataclasses.asdict(sample)
-        del question["void"]  # a void sample is never sent
-        del question["outcome"]  # another reward's
+        question = {name: getattr(sample, name) for name in _SENT}
         try:
             body = json.dumps(question, default=str).encode()
             url, content = await self._service.post(self._address, body)

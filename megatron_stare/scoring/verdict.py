@@ -18,12 +18,16 @@ import this file, so it uses the standard library only.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import asyncio
 
 VerdictKind = Literal["correct", "wrong", "unverifiable"]
 
@@ -56,6 +60,8 @@ class Sample:
     prompt: str = ""  # the problem as text, which remote reward models read
     void: str = ""  # why there is nothing to judge; empty: there is something
     outcome: float | None = None  # reward that the episode itself returned
+    # The chat messages that `prompt` was rendered from; empty for a prompt of plain text.
+    messages: Sequence[Mapping[str, Any]] = ()
 
     @property
     def group(self) -> tuple[str, str, str]:
@@ -169,15 +175,22 @@ class Called:
         given = [SimpleNamespace(**vars(sample), reward=None) for sample in samples]
         result = self.call(given)
         if inspect.isawaitable(result):
-            import asyncio  # here: it is a third of what a verifier process imports
-
-            result = asyncio.run(_awaited(result))
+            result = self._loop.run_until_complete(_awaited(result))
         if not self.grouped:
             return [_plain(result)]
         if not hasattr(result, "__len__") or len(result) != len(samples):
             found = len(result) if hasattr(result, "__len__") else type(result).__name__
             raise ValueError(f"it returned {found} for {len(samples)} responses; return a list")
         return [_plain(one) for one in result]
+
+    @functools.cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """One event loop for all calls: the connections of a client that the function keeps, such
+        as AsyncOpenAI, cannot be used in another.
+        """
+        import asyncio  # here: it is a third of what a verifier process imports
+
+        return asyncio.new_event_loop()
 
 
 def adapted(function: Callable[..., Any]) -> Called:
@@ -270,7 +283,7 @@ class _Trl:
     that the metadata does not have.
 
     TRL passes texts or, of conversations, lists of messages. A function that cannot take the text
-    (TypeError) is given the messages from then on.
+    (TypeError, or IndexError of an empty one) is given messages from then on, prompts included.
     """
 
     def __init__(
@@ -284,22 +297,24 @@ class _Trl:
         given = {name: [value] * len(samples) for name, value in columns.items()}
         given["prompts"] = [sample.prompt for sample in samples]
         given = {name: column for name, column in given.items() if self._takes(name)}
-        texts = [sample.response for sample in samples]
         if self.messages:
-            return self._messages(given, texts)
+            return self._messages(given, samples)
         try:
-            return self.function(completions=texts, **given)
-        except TypeError as error:
+            return self.function(completions=[sample.response for sample in samples], **given)
+        except (TypeError, IndexError) as error:
             try:
-                found = self._messages(given, texts)
+                found = self._messages(given, samples)
             except Exception:
                 raise error from None
             self.messages = True
             return found
 
-    def _messages(self, given: dict[str, Any], texts: list[str]) -> Any:
-        messages = [[{"role": "assistant", "content": text}] for text in texts]
-        return self.function(completions=messages, **given)
+    def _messages(self, given: dict[str, Any], samples: list[Any]) -> Any:
+        if "prompts" in given:
+            asked = [one.messages or [{"role": "user", "content": one.prompt}] for one in samples]
+            given = given | {"prompts": [list(messages) for messages in asked]}
+        said = [[{"role": "assistant", "content": one.response}] for one in samples]
+        return self.function(completions=said, **given)
 
     def _takes(self, name: str) -> bool:
         """Whether the function takes this column of the data set; `completions` is the policy's."""

@@ -63,6 +63,17 @@ def test_a_function_of_verl_gets_the_column_that_names_the_data_set(tmp_path: Pa
     assert [row["reward"] for row in read(target)] == [1.0, 0.0]
 
 
+def test_labels_are_those_that_a_run_reads(tmp_path: Path) -> None:
+    """Lists, and true and false, are JSON text."""
+    rows = [
+        {"response": "\\boxed{[1, 3]}", "label": [1, 3]},
+        {"response": "\\boxed{true}", "label": True},
+    ]
+    source, target = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert run(source, target) == 0
+    assert [row["reward"] for row in read(target)] == [1.0, 1.0]
+
+
 def test_neighbouring_responses_to_a_prompt_are_judged_together(tmp_path: Path) -> None:
     """Groups of three do not divide a batch of 1,024 rows."""
     rows = [
@@ -111,7 +122,7 @@ def test_several_rewards_show_their_parts(tmp_path: Path) -> None:
         ({"label": "1"}, "field 'response' is missing"),
         ({"response": 1, "label": "1"}, "field 'response' is not a string"),
         ({"response": "1"}, "neither 'label' nor reward_model.ground_truth"),
-        ({"response": "1", "label": ["1"]}, "field 'label' is list"),
+        ({"response": "1", "label": None}, "data.label_key names the field of the answer"),
         ({"response": "1", "label": "1", "metadata": 3}, "field 'metadata' is int"),
     ],
 )

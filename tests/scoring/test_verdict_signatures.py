@@ -56,6 +56,12 @@ def trl_messages(prompts, completions, answer):
     return [1.0 if text.endswith(a) else 0.0 for text, a in zip(texts, answer, strict=True)]
 
 
+def trl_conversation(prompts, completions, answer, **kwargs):
+    """As in the GRPO demo that many scripts copy."""
+    assert prompts[0][-1]["content"] == "What is 3 + 4?"
+    return trl_messages(prompts, completions, answer)
+
+
 def trl_not_applicable(completions, level, **kwargs):
     return [None if one > 2 else 1.0 for one in level]
 
@@ -74,7 +80,7 @@ class Callable_:
     "function",
     [
         *(ours, ours_alone, ours_unused, compute_score, compute_score_dict, compute_scores),
-        *(trl_columns, trl_messages, slime_reward, Callable_()),
+        *(trl_columns, trl_messages, trl_conversation, slime_reward, Callable_()),
         functools.partial(
             lambda response, label, metadata, *, best: best * ours_alone(response), best=1.0
         ),
@@ -92,6 +98,31 @@ def test_every_form_judges_by_the_names_of_its_parameters(function: Any) -> None
 def test_none_from_a_trl_function_is_unverifiable() -> None:
     (found,) = LocalVerifier(adapted(trl_not_applicable)).judge([RIGHT])
     assert found.value is None and "returned None" in found.reason
+
+
+def test_a_trl_function_of_conversations_gets_all_messages() -> None:
+    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "3 + 4?"}]
+    samples = [Sample(text, "7", {}, "<|im_start|>...", messages=asked) for text in ("", "7")]
+
+    def reward(prompts, completions, **kwargs):
+        said = [completion[0]["content"] for completion in completions]
+        assert prompts == [asked, asked]
+        return [float(text == "7") for text in said]
+
+    found = LocalVerifier(adapted(reward)).judge(samples)
+    assert [one.value for one in found] == [0.0, 1.0], found[0].reason
+
+
+def test_calls_of_an_async_function_share_an_event_loop() -> None:
+    """As a client that the function keeps from call to call needs it."""
+    loops = []
+
+    async def reward(response):
+        loops.append(asyncio.get_running_loop())
+        return 1.0
+
+    LocalVerifier(adapted(reward)).judge([RIGHT, WRONG])
+    assert loops[0] is loops[1] and not loops[0].is_closed()
 
 
 def test_a_column_named_like_trls_completions_is_not_passed() -> None:

@@ -45,7 +45,7 @@ from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.resolve import check_ahead
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.loop.watchdog import HUNG, RANKS
-from megatron_stare.losses.registry import all_objectives, reading
+from megatron_stare.losses.registry import all_objectives, find_objective, reading
 from megatron_stare.policy import runtime
 from megatron_stare.policy.huggingface.files import read_header, weight_files
 from megatron_stare.policy.topology import Topology, release_workspaces
@@ -153,11 +153,14 @@ def on_paper(config: Config, directory: Path) -> dict[str, Config]:
 
 def between_losses(config: Config, names: list[str]) -> Config:
     """The config with an arm for every name: the recipe's own arm of that name, else the objective
-    with its published settings. UserError: neither is known, or a name stands twice.
+    with its published settings, or a loss of the user's by its dotted path. UserError: none is
+    known, or a name stands twice.
     """
     own, objectives = config.compare.arms, all_objectives()
     for name in names:
-        if name not in own and name not in objectives:
+        if "." in name and name not in own:
+            find_objective(name)
+        elif name not in own and name not in objectives:
             known = {*own, *objectives}
             raise UserError(
                 f"--losses names {name!r}, which is unknown{nearest(name, known, 'algorithms')}"

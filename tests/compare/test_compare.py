@@ -40,6 +40,7 @@ from megatron_stare.config import (
 )
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.losses import objective_of
+from megatron_stare.losses.registry import all_objectives
 from megatron_stare.recipes import find_recipe
 from megatron_stare.reporting.logbook import read_metrics
 from tests.forked import Arm, start_arm
@@ -61,6 +62,24 @@ def test_a_name_is_the_recipes_arm_or_else_an_objective() -> None:
     compared = between_losses(recipe, ["steer", "stare", "grpo_ds"]).compare
     assert compared.run == ["steer", "stare", "grpo_ds"]
     assert compared.arms == recipe.compare.arms | {"steer": ["loss.name=steer"]}
+
+
+def test_a_loss_of_the_users_is_compared_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "compared_losses.py").write_text(
+        "from megatron_stare.losses import policy_loss\n"
+        "@policy_loss()\n"
+        "def of_a_comparison(tokens):\n"
+        "    return -tokens.advantage * tokens.ratio\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("megatron_stare.losses.registry._objectives", all_objectives())
+    name = "compared_losses.of_a_comparison"
+    config = between_losses(find_recipe("quickstart"), ["stare", name])
+    assert config.compare.arms[name] == [f"loss.name={name}"]
+    with pytest.raises(UserError, match="compared_losses has no 'of_a_comparisn'; did you mean"):
+        between_losses(find_recipe("quickstart"), ["compared_losses.of_a_comparisn"])
 
 
 @pytest.mark.parametrize(

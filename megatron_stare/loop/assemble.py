@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ from megatron_stare.policy.checkpoints.checkpoints import LATEST, CheckpointDire
 from megatron_stare.policy.checkpoints.names import step_of
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology, agreed
+from megatron_stare.records import Prompt
 from megatron_stare.reporting import heartbeat
 from megatron_stare.reporting.problem_scores import EVALUATION, Problem
 from megatron_stare.rollout.embedded import EmbeddedEngine
@@ -82,8 +83,10 @@ def assemble(config: Config, topology: Topology) -> Parts:
         on_failure.callback(judge.close)
         build.transformer_config(hf, config.policy, topology)
         check_adapters(hf, config.adapters, config.policy)
+        setting = "data.sources" if config.data.sources else "data.prompt_data"
+        known = _same_on_all_ranks(setting, stream.prompts, topology)
         if topology.is_first:
-            run_directory.claim_prompts(config, len(stream.prompts), prompts_digest(stream.prompts))
+            run_directory.claim_prompts(config, len(stream.prompts), known)
             for line in lines:
                 print(line, flush=True)
         sets = evaluation_sets(config, tokenizer, topology)
@@ -104,10 +107,27 @@ def evaluation_sets(
 ) -> list[EvaluationSet]:
     """The sets of evaluation.eval_data; the first rank prints what there is to say about them."""
     sets, lines = build_sets(config, tokenizer, offered_tools(config))
+    for one in sets:
+        _same_on_all_ranks(f"evaluation.eval_data.{one.name}", one.prompts, topology)
     if topology.is_first:
         for line in lines:
             print(line, flush=True)
     return sets
+
+
+def _same_on_all_ranks(setting: str, prompts: Sequence[Prompt], topology: Topology) -> str:
+    """The prompts' digest. UserError: ranks have read other prompts, or in another order, so that
+    some would be sampled twice and others never. Collective.
+    """
+    digests = topology.gather(prompts_digest(prompts))
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            raise UserError(
+                f"{setting}: rank {rank} has read other prompts than rank 0, or in another order; "
+                "a file must be the same on all nodes, and a function must return the same rows in "
+                "every process"
+            )
+    return digests[0]
 
 
 def build_engine(config: Config, tokenizer: PreTrainedTokenizerBase, topology: Topology) -> Engine:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatron_stare.config import Config, UserError, override
 from megatron_stare.loop import assemble
 from megatron_stare.loop.assemble import policy_name, with_tools
 from megatron_stare.loop.trainer import Trainer
+from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.topology import Topology
 from megatron_stare.rollout.agents.agent_engine import AgentEngine
+from tests.distributed import run_distributed
 from tests.rollout.agents.scripted import PROGRAMS, Scripted
 from tests.small_run import small_config
 from tests.tiny_models import byte_tokenizer, tiny_config
@@ -87,6 +90,26 @@ class Below:
 
     def close(self) -> None:
         self.closed = True
+
+
+def rows_of_a_rank() -> list[dict[str, str]]:
+    """As of a function whose order hangs on the process: it goes through a set of texts."""
+    rows = [{"prompt": f"{number}+1=", "label": str(number + 1)} for number in range(8)]
+    return rows[:: 1 - 2 * dist.get_rank()]
+
+
+def differing_rows(rank: int, world_size: int, directory: Path) -> None:
+    """Training prompts and problems of an evaluation are refused on every rank."""
+    topology = topologies.start(small_config(directory).policy)
+    for setting in ("data.prompt_data", "evaluation.eval_data.held"):
+        config = small_config(directory, f"{setting}={__name__}.rows_of_a_rank")
+        with pytest.raises(UserError, match=f"{setting}: rank 1 has read other prompts than rank"):
+            Trainer(config, topology)
+
+
+def test_rows_that_differ_between_ranks_are_refused(tmp_path: Path):
+    small_config(tmp_path)
+    run_distributed(differing_rows, 2, tmp_path)
 
 
 def test_a_start_whose_agents_or_tools_fail_closes_the_engine_below(

@@ -17,6 +17,10 @@ _CONNECTOR = re.compile(r"[\s$,;.]*(?:and|or|\\text\{ ?(?:and|or) ?\})?[\s$,;.]*
 _ANSWER_LINE = re.compile(
     r"^[^\w\n]*(?:the\s+)?(?:final\s+)?answer\b[*_ ]*(?:is[*_ ]*)?[:\uff1a](.*)$", re.I | re.M
 )
+# What Minerva's prompts (arXiv 2206.14858) teach to write after "Final Answer:".
+_SAID_AGAIN = re.compile(
+    r"(?:the\s+)?(?:final\s+)?answer\s+is\s+(.*?)(?:\.\s*I hope it is correct)?", re.I
+)
 # Script -> how the Unicode names of its letters begin.
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "latin": ("LATIN", "FULLWIDTH LATIN"),
@@ -40,6 +44,11 @@ _CHOICE = re.compile(rf"\W*{_LETTER}(?:\W.*)?", re.DOTALL)
 # Letters and nothing else: A, C; AC; (A) and (C).
 _MARKS = r"[\s,;/|&()\[\]{}.:*$]"
 _SEVERAL = re.compile(rf"(?:{_MARKS}*(?:(?:and|or|no|not){_MARKS}+)*[A-Ja-j]){{2,}}{_MARKS}*")
+_NAMED = re.compile(
+    r"^(?:the\s+)?(?:(?:final|correct|best)\s+)?(?:option|choice|answer)(?:\s+is)?\s*:?\s+(.*)",
+    re.I | re.DOTALL,
+)
+_ONLY = re.compile(r"[\s*(\[]*([A-J])[\s*)\].:]*")
 _CHOSEN = re.compile(rf"(?i:answer|option|choice)\s{{0,9}}(?i:is|:)?[^\w]{{0,9}}{_LETTER}")
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 # Formulas, commands and code are Latin in every language. A formula ends before the next one opens,
@@ -112,10 +121,14 @@ def _inside(content: str) -> str:
 
 def last_answer_line(text: str) -> str | None:
     """The text after the colon of the last line that begins with "Answer:" (also "Final answer:",
-    "**Answer:**").
+    "**Answer:**"), without a further "the answer is".
     """
     found = _ANSWER_LINE.findall(text)
-    return found[-1].strip().strip("*_").strip().removesuffix(".") if found else None
+    if not found:
+        return None
+    line = found[-1].strip().strip("*_").strip().removesuffix(".")
+    again = _SAID_AGAIN.fullmatch(line)
+    return again[1] if again else line
 
 
 def last_tag(text: str, tag: str) -> str | None:
@@ -152,8 +165,8 @@ def multiple_choice(
     """1 where the chosen letter is the label's: C, (C), \\text{(C)}, `C. 12 cm`; of a label of
     several (AC; A, C) all of them, in any order. Letters count in either case.
 
-    extraction `any` also takes the letter of the last "answer is C". Unverifiable: a label that is
-    no letter.
+    extraction `any` also takes the letter of the last "answer is C", or else one that is all of the
+    last line. Unverifiable: a label that is no letter.
     """
     wanted = choice_letters(label)
     if not wanted:
@@ -161,6 +174,8 @@ def multiple_choice(
     answer = extract(response, extraction, tag)
     if answer is None and extraction == "any":
         answer = next((match[1] for match in reversed(list(_CHOSEN.finditer(response)))), None)
+        only = _ONLY.fullmatch(response.rstrip().rpartition("\n")[2])
+        answer = only[1] if answer is None and only else answer
     return judged(answer is not None and choice_letters(answer) == wanted, answer)
 
 
@@ -188,7 +203,7 @@ def language(response: str, label: str, metadata: dict[str, Any], script: str) -
 
 def choice_letters(text: str) -> set[str]:
     """The letters that an answer chooses, as capitals; none for anything else."""
-    bare = _TEXT_COMMAND.sub(r"\1", text.strip())
+    bare = _NAMED.sub(r"\1", _TEXT_COMMAND.sub(r"\1", text.strip()), count=1)
     if _SEVERAL.fullmatch(bare):
         return set(re.sub(r"\b(?:and|or|no|not)\b", "", bare).upper()) & set("ABCDEFGHIJ")
     match = _CHOICE.fullmatch(bare)

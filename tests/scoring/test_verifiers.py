@@ -53,6 +53,8 @@ TEXT = "\\boxed{1} then <answer> 2 </answer>\nAnswer: 3\nand \\boxed{\\frac{4}{5
         ("answer", "Answer:\n12", None),
         ("answer", "The answer " + "_ " * 100_000, None),  # hours, if blanks were divided in two
         ("answer", "The answer __is__ **: 12**", "12"),
+        ("any", "Final Answer: The final answer is $12$. I hope it is correct.", "$12$"),
+        ("answer", "Answer: the answer is 3.5.", "3.5"),
         ("tag", "<answer>1</answer> <answer>2", "1"),
         ("tag", "</answer><answer>", None),
     ],
@@ -112,6 +114,13 @@ def test_no_text_breaks_extraction(text: str) -> None:
         ("\\boxed{(A) (B) (C) (D)}", "A", "wrong"),
         ("\\boxed{C. both A and B}", "C", "correct"),
         ("\\boxed{C. $x^2$}", "C", "correct"),
+        ("\\boxed{Option C}", "C", "correct"),
+        ("Answer: The correct answer is C", "C", "correct"),
+        ("\\boxed{C. The answer is B}", "B", "wrong"),
+        ("C", "C", "correct"),
+        ("Paris is in France.\n\n**(C)**\n", "C", "correct"),
+        ("C is wrong", "C", "wrong"),
+        ("C\nor something else", "C", "wrong"),
     ],
 )
 def test_multiple_choice(response: str, label: str, verdict: str) -> None:

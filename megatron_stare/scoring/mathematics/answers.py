@@ -183,7 +183,12 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
     decided = _equal_as_text(answer, gold)
     if decided is not None:
         return decided
-    choice = choice_and_value(answer)
+    choice, offered = choice_and_value(answer), choice_and_value(gold)
+    if offered and not has_further_choice(offered[1]):
+        letter, value = offered
+        if choice:
+            return choice[0] == letter and _equal(choice[1], value, rules)
+        return choice_letter(answer) == letter or _equal(answer, value, rules)
     if choice and not re.search(rf"(?<![a-zA-Z\\]){choice[0]}(?![a-zA-Z])", gold):
         answer = choice[1]
     value = without_names(answer, gold)[0] if "=" in answer else answer
@@ -202,10 +207,9 @@ def _equal(answer: str, gold: str, rules: _Rules) -> bool:
         others = all(_equal(value, gold, same) for value in values[:-1])
         return others and _equal(values[-1], gold, rules)
     answer, gold = without_names(answer, gold)
-    answer, gold = (
-        forms.without_brackets(forms.without_units(text, other))
-        for text, other in ((answer, gold), (gold, ""))
-    )
+    answer = forms.without_units(answer, gold)
+    gold = forms.without_units(gold, answer, letters=2)  # 5m may be a formula
+    answer, gold = map(forms.without_brackets, (answer, gold))
     if forms.compact(answer) == forms.compact(gold):
         return True
     number, expected = plain_number(answer), plain_number(gold)

@@ -22,8 +22,9 @@ _UNICODE = {
     "\u00b0": "^\\circ ", "\u00b1": "\\pm ", "\u00b2": "^2", "\u00b3": "^3",
     "\u2205": "\\emptyset ", "\u00bd": "\\frac{1}{2}", "\u00bc": "\\frac{1}{4}",
     "\u00be": "\\frac{3}{4}", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u3000": " ",
-    "\uff0c": ",", "\u20ac": "", "\u00a3": "", "\u2248": "\\approx ", "\u2260": "\\ne ",
-    "\u211d": "\\mathbb{R}", "\u200b": "", "\u2044": "/", "\u2026": "\\ldots ",
+    "\uff0c": ",", "\u20ac": "", "\u00a3": "", "\u20b9": "", "\u00a5": "", "\u200b": "",
+    "\u2248": "\\approx ", "\u2260": "\\ne ", "\u211d": "\\mathbb{R}", "\u2044": "/",
+    "\u2026": "\\ldots ",
 }  # fmt: skip
 _FRACTION_SIGN = re.compile(r"(\d?)([\u2150-\u215e])")  # one third and the like
 _MARKDOWN = re.compile(r"(\*\*?|__|`)([^*`]+)\1$")
@@ -91,7 +92,10 @@ _ONE_UNIT = (
     r"\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{[\s~]*(?!and\b|or\b)[a-zA-Z][a-zA-Z "
     r".\-/]*(?:\^(?:\{-?\d\}|-?\d))?\}(?:\s*\^\s*(?:\{-?\d\}|\d))?"
 )
-_SHORT = r"(?:sq\.? [ck]?m|[cdkm]?m(?:/[sh])?|k?g|m[glL]|\\Omega|ft|lbs?|oz|yd|mi|k[JWN]|Hz|Pa)"
+_SHORT = (
+    r"(?:sq\.? [ck]?m|[cdkm]?m(?:/[sh]| per (?:second|minute|hour))?|k?g|m[glL]|\\Omega|ft|lbs?|oz"
+    r"|yd|mi|k[JWN]|Hz|Pa)"
+)
 _UNIT = re.compile(
     r"(?:(?<=[\d})%])|(?<=\\pi))\s*(?:"
     rf"{_ONE_UNIT}(?:\s*(?:/|\\cdot)?\s*{_ONE_UNIT})*"
@@ -188,14 +192,15 @@ def _plain_type(text: str) -> str:
     return text
 
 
-def without_units(text: str, other: str = "") -> str:
+def without_units(text: str, other: str = "", letters: int = 1) -> str:
     """A normalised answer without the unit after its number, for units are not compared; words
     that are no units stay, and 3 million is 3000000. `other`: what it is compared with; where that
-    is a plain number, 12 m is a length.
+    is a plain number, 12 m is a length, if its unit has as many `letters`.
     """
     match = _UNIT.search(text)
     if match is None and (short := _SHORT_UNIT.search(text)) and plain_number(other):
-        return text[: short.start()].strip()
+        is_unit = sum(map(str.isalpha, short[0])) >= letters
+        return text[: short.start()].strip() if is_unit else text
     if match is None or is_sentence(text):
         return text
     number = text[: match.start()].strip()

@@ -93,6 +93,10 @@ WRONG = [
     ("60 out of one hundred", "60"),
 ]
 SAME = [
+    ("\u20b9500", "500"),
+    ("60 km per hour", "60"),
+    ("Tuesday", r"\textbf{(C) }\text{Tuesday}"),
+    ("C", r"\textbf{(C) }\text{Tuesday}"),
     ("10^6", r"1\,000\,000"),
     (r"12\,000.0", "12000"),
     ("12 345", "12345.0"),
@@ -249,6 +253,25 @@ def test_a_label_may_be_a_solution_as_math_and_gsm8k_have_it():
     for label in ("6 * 7 = <<6*7=42>>42 eggs.\n#### 42", r"It is $6 \cdot 7 = \boxed{42}$."):
         assert math(r"\boxed{42}", label, {}).verdict == "correct"
         assert math(r"\boxed{41}", label, {}).verdict == "wrong"
+
+
+@pytest.mark.parametrize(
+    "label", [r"\textbf{(C)}\ 12", "(C) 12", r"So $\boxed{\text{(C) }12}$.", "C. 12"]
+)
+def test_a_label_with_letter_and_value_is_met_by_either(label):
+    for answer in ("C", "(C)", r"\text{C}", "12", r"\frac{24}{2}", r"\textbf{(C) } 12", "(C) 12.0"):
+        assert math(rf"\boxed{{{answer}}}", label, {}).verdict == "correct", answer
+    for answer in ("B", "13", "(B) 12", "(C) 13", "(C) or (D)"):
+        assert math(rf"\boxed{{{answer}}}", label, {}).verdict == "wrong", answer
+
+
+@pytest.mark.parametrize(
+    "label", ["12 cm", "12cm", "12 km/h", "12 cm^2", "12 sq cm", "12 kg", "12 km per hour"]
+)
+def test_a_label_may_have_a_bare_unit(label):
+    for answer in ("12", "12.0", r"12 \text{ cm}", r"\frac{24}{2}"):
+        assert equal(answer, label), answer
+    assert not equal("13", label) and not equal("12x", label)
 
 
 def test_nested_boxes_are_one_box():

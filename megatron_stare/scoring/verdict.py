@@ -3,7 +3,8 @@ are recognised by the names of their parameters.
 
     of one response:
     ours    f(response, label, metadata, prompt)                  -> number or Verdict
-    verl    f(data_source, solution_str, ground_truth, extra_info)  -> number or {"score": number}
+    verl    f(data_source, solution_str, ground_truth, extra_info)  -> number or {"score": number,
+            "acc": whether it is right, "pred": its answer}, of which `score` is required
     slime   f(args, sample, **kwargs)                             -> number or {"score": number}
 
     of a group, all responses to a prompt, -> a list with one of these for each response:
@@ -330,8 +331,19 @@ def _plain(result: Any) -> Any:
     """One response's reward, out of a list of one and out of verl's dictionary."""
     if isinstance(result, list | tuple) and len(result) == 1:
         result = result[0]
-    if isinstance(result, dict) and "score" in result:
-        result = result["score"]
+    if isinstance(result, dict) and result.get("score") is not None:
+        return _of_dictionary(result)
     if result is None:
         return unverifiable("the reward function returned None for this response")
     return result
+
+
+def _of_dictionary(found: dict[str, Any]) -> Verdict:
+    """The verdict of verl's dictionary: `score`, and where it has them `acc`, whether the response
+    is right, and `pred`, its answer.
+    """
+    verdict = as_verdict(found["score"])
+    if verdict.value is not None and found.get("acc") is not None:
+        verdict = replace(verdict, verdict="correct" if found["acc"] else "wrong")
+    answer = found.get("pred")
+    return verdict if answer is None else replace(verdict, extracted=str(answer))

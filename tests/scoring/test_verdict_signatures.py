@@ -125,6 +125,22 @@ def test_calls_of_an_async_function_share_an_event_loop() -> None:
     assert loops[0] is loops[1] and not loops[0].is_closed()
 
 
+def test_a_dictionary_of_verl_says_itself_whether_the_response_is_right() -> None:
+    """A score for the format alone is positive, and the answer is wrong."""
+
+    def compute_score(solution_str, ground_truth):
+        right = solution_str.endswith(ground_truth)
+        return {"score": 1.0 if right else 0.1, "acc": right, "pred": solution_str[-1], "n": 3}
+
+    right, wrong = LocalVerifier(adapted(compute_score)).judge([RIGHT, WRONG])
+    assert (right.value, right.verdict, right.extracted) == (1.0, "correct", "7")
+    assert (wrong.value, wrong.verdict, wrong.extracted) == (0.1, "wrong", "8")
+    for score in (None, float("nan"), "none"):
+        dictionary = {"score": score, "acc": True}
+        (found,) = LocalVerifier(adapted(lambda response, d=dictionary: d)).judge([RIGHT])
+        assert (found.value, found.verdict) == (None, "unverifiable")
+
+
 def test_a_column_named_like_trls_completions_is_not_passed() -> None:
     """Data sets of preferences have one."""
     sample = Sample("so 7", "7", {"completions": ["6", "7"], "level": 3}, "What is 3 + 4?")

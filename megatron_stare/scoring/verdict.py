@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    import asyncio
+    from megatron_stare.event_loop import EventLoopThread
 
 VerdictKind = Literal["correct", "wrong", "unverifiable"]
 
@@ -176,7 +176,7 @@ class Called:
         given = [SimpleNamespace(**vars(sample), reward=None) for sample in samples]
         result = self.call(given)
         if inspect.isawaitable(result):
-            result = self._loop.run_until_complete(_awaited(result))
+            result = self._loop.run(_awaited(result))
         if not self.grouped:
             return [_plain(result)]
         if not hasattr(result, "__len__") or len(result) != len(samples):
@@ -185,13 +185,14 @@ class Called:
         return [_plain(one) for one in result]
 
     @functools.cached_property
-    def _loop(self) -> asyncio.AbstractEventLoop:
+    def _loop(self) -> EventLoopThread:
         """One event loop for all calls: the connections of a client that the function keeps, such
-        as AsyncOpenAI, cannot be used in another.
+        as AsyncOpenAI, cannot be used in another. In a thread, because a notebook's own has a loop.
         """
-        import asyncio  # here: it is a third of what a verifier process imports
+        # imported here: asyncio is a third of what a verifier process imports
+        from megatron_stare.event_loop import EventLoopThread
 
-        return asyncio.new_event_loop()
+        return EventLoopThread("reward")
 
 
 def adapted(function: Callable[..., Any]) -> Called:

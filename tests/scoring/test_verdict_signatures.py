@@ -121,7 +121,12 @@ def test_calls_of_an_async_function_share_an_event_loop() -> None:
         loops.append(asyncio.get_running_loop())
         return 1.0
 
-    LocalVerifier(adapted(reward)).judge([RIGHT, WRONG])
+    async def in_a_notebook() -> list[Verdict]:
+        return verifier.judge([WRONG])
+
+    verifier = LocalVerifier(adapted(reward))
+    found = verifier.judge([RIGHT]) + asyncio.run(in_a_notebook())
+    assert [one.value for one in found] == [1.0, 1.0], found[1].reason
     assert loops[0] is loops[1] and not loops[0].is_closed()
 
 

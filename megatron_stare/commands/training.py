@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 import tempfile
@@ -68,7 +69,8 @@ def _trained(config: Config, load: str = "latest", force: bool = False) -> int:
         if (page := result.directory / "report.html").is_file():
             print(f"report: {page}")
     elif is_first_rank():
-        print(f"stopped; `{own_command()}` continues from the last checkpoint", file=sys.stderr)
+        again = re.sub(r" --load[= ]\S+", "", own_command())  # it would go back once more
+        print(f"stopped; `{again}` continues from the last checkpoint", file=sys.stderr)
     return INTERRUPTED if interrupt.noted == signal.SIGINT and not result.complete else 0
 
 

@@ -8,6 +8,7 @@ that `convert megatron-to-hf` needs nothing else.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import threading
@@ -37,6 +38,7 @@ from megatron_stare.system import atomic_write, file_digest, sync_directory
 
 LATEST, LATEST_GOOD, BEST = "latest", "latest-good", "best"
 _WRITING, _SET_ASIDE = ".writing_", "set_aside_"
+_FOLLOWED = "load_followed"  # the Slurm job and the attempt of it that began with this --load
 
 
 class CheckpointDirectory:
@@ -51,10 +53,13 @@ class CheckpointDirectory:
 
         `load`: 'latest'; 'latest-good', the newest without damage; 'best', by run.keep_best; or the
         name of one, like step_00000050. To `claim` it gives newer checkpoints another name: nothing
-        is removed or written over.
+        is removed or written over. A Slurm job that is requeued repeats its command: it goes back
+        in its first attempt only.
         UserError: it is damaged or missing, naming the file.
         """
-        newest_first = self._names()
+        if claim and load not in (LATEST, LATEST_GOOD):
+            load = self.topology.gather(self._unless_followed(load))[0]
+        asked, newest_first = load, self._names()
         if load == BEST:
             load = self.topology.gather(self._best()[0])[0]
             if not load:
@@ -70,7 +75,7 @@ class CheckpointDirectory:
             damages = verify(self.directory / name, self.topology)
             if not damages:
                 if claim:
-                    self._claim(name)
+                    self._claim(name, asked)
                 return self.directory / name
             if load != LATEST_GOOD:
                 raise UserError(
@@ -112,20 +117,39 @@ class CheckpointDirectory:
         name, value, metric = pointer.read_text().split(maxsplit=2)
         return (name if (self.directory / name).is_dir() else ""), float(value), metric
 
-    def _claim(self, name: str) -> None:
-        """Make it the newest. UserError: the directory cannot be written."""
+    def _claim(self, name: str, load: str) -> None:
+        """Make it the newest, which `load` asked for. UserError: the directory cannot be
+        written.
+        """
         try:
-            _on_first_rank(self.topology, lambda: self._make_newest(name))
+            _on_first_rank(self.topology, lambda: self._make_newest(name, load))
         except SaveError as error:
             raise UserError(
                 f"{self.directory} cannot be written ({error}); make room or mend its permissions"
             ) from None
 
-    def _make_newest(self, name: str) -> None:
+    def _make_newest(self, name: str, load: str) -> None:
         for newer in listed(self.directory):
             if newer.name > name:
                 print(f"{newer} was set aside as {_set_aside(newer).name}", file=sys.stderr)
         self._point_to(name)
+        job, attempt = _slurm_attempt()
+        if job and load not in (LATEST, LATEST_GOOD):
+            atomic_write(self.directory / _FOLLOWED, f"{job} {attempt} {load}", durable=True)
+
+    def _unless_followed(self, load: str) -> str:
+        """`load`, or LATEST where an earlier attempt of this Slurm job has begun with it."""
+        marker, (job, attempt) = self.directory / _FOLLOWED, _slurm_attempt()
+        before = marker.read_text().split() if job and marker.is_file() else []
+        if before[::2] != [job, load] or int(before[1]) >= attempt:
+            return load
+        if self.topology.is_first:
+            print(
+                f"--load {load} was followed in attempt {before[1]} of job {job}; this one resumes "
+                "from the newest checkpoint",
+                file=sys.stderr,
+            )
+        return LATEST
 
     def _point_to(self, name: str) -> None:
         atomic_write(self.directory / LATEST, name, durable=True)
@@ -273,6 +297,12 @@ def verify(checkpoint: Path, topology: Topology) -> list[str]:
     names = sorted(files)[topology.rank :: topology.world_size]
     found = manifest.damages(checkpoint, files, names)
     return unreadable + [line for part in topology.gather(found) for line in part]
+
+
+def _slurm_attempt() -> tuple[str, int]:
+    """The Slurm job of this process, "" outside of one; and how often it was requeued."""
+    get = os.environ.get
+    return get("SLURM_JOB_ID", ""), int(get("SLURM_RESTART_COUNT") or 0)
 
 
 def _set_aside(checkpoint: Path) -> Path:

@@ -300,6 +300,28 @@ def test_a_named_checkpoint_is_loaded_and_an_unknown_one_refused(
     assert {"set_aside_0_step_00000002", "set_aside_0_step_00000003"} < set(saved(config))
 
 
+def test_a_requeued_slurm_job_goes_back_once(
+    tmp_path: Path, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm repeats the command of a requeued job, --load too."""
+    options = ("run.save_interval=1", "run.keep_last=9")
+    config = small_config(tmp_path, *options, "train.num_rollout=2")
+    assert Trainer(config, topology).run(Interrupt())
+    back = "step_00000001"
+    for job, attempt, total, aside in (
+        ("7", "", 3, 1),  # goes back from step 2
+        ("7", "1", 4, 1),  # continues after step 3
+        ("8", "0", 5, 2),  # another job, the same words: goes back again
+        ("8", "0", 6, 3),  # as in an allocation in which a user types
+    ):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", attempt)
+        config = small_config(tmp_path, *options, f"train.num_rollout={total}")
+        assert Trainer(config, topology, load=back).run(Interrupt())
+        found = [name for name in saved(config) if "step_00000002" in name]
+        assert len(found) == aside + 1, (job, attempt)
+
+
 def test_a_copy_next_to_the_checkpoints_is_not_a_checkpoint(
     tmp_path: Path, topology: Topology
 ) -> None:

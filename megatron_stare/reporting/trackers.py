@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -75,8 +76,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise _missing("run.logbooks=[tensorboard]", "tensorboard") from None
-        purged = None if last_step is None else last_step + 1
-        self._writer = SummaryWriter(str(self.directory), purge_step=purged)
+        self._writer = SummaryWriter(str(self.directory), purge_step=(last_step or 0) + 1)
 
     def write(self, row: Row) -> None:
         for key, value in _numbers(row).items():
@@ -91,16 +91,24 @@ class SentSteps:
     """The steps sent to a service that cannot delete any: its id of the run, and the last step.
 
     `<run.dir>/trackers.json`. A step is recorded before it is sent, so that a kill between the two
-    loses the step instead of sending it twice. A run resumed from an older checkpoint repeats its
-    steps bit by bit; they are not sent a second time.
+    loses the step instead of sending it twice. Steps that a resumed run repeats, after `last_step`,
+    are not sent a second time.
     """
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, last_step: int | None) -> None:
         self._path = Path(directory) / PROGRESS_NAME
         self._name = name
         found = self._read().get(name, {})
         self.id: str = found.get("id", "")
         self.step: int = found.get("step", -1)
+        first = (last_step or 0) + 1
+        if first <= self.step:
+            print(
+                f"{name} keeps the lines that it has of steps {first} to {self.step}, which are "
+                f"repeated; remove {self._path} before a start that is to send them to a new run",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def set_id(self, id: str) -> None:
         """Record the service's id of this run."""
@@ -144,7 +152,7 @@ class WeightsAndBiases:
             import wandb
         except ImportError:
             raise _missing("run.logbooks=[wandb]", "wandb") from None
-        self._sent = SentSteps(self.directory, self.name)
+        self._sent = SentSteps(self.directory, self.name, last_step)
         if not self._sent.id:
             self._sent.set_id(uuid.uuid4().hex)
         settings = self.directory / "config.yaml"
@@ -186,7 +194,7 @@ class MLflow:
             raise _missing("run.logbooks=[mlflow]", "mlflow") from None
         own = f"sqlite:///{(self.directory / 'mlflow.db').absolute()}"
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or own)
-        self._sent = SentSteps(self.directory, self.name)
+        self._sent = SentSteps(self.directory, self.name, last_step)
         if not self._sent.id:
             found = self._client.get_experiment_by_name(self.project)
             experiment = found.experiment_id if found else None

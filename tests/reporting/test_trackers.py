@@ -30,11 +30,14 @@ def twice(run: RunConfig) -> None:
     assert {row["step"]: row["entropy"] for row in rows} == ENTROPY and len(rows) == len(ENTROPY)
 
 
-def test_a_step_is_sent_once_even_after_a_kill(tmp_path):
-    first = SentSteps(tmp_path, "one")
+def test_a_step_is_sent_once_even_after_a_kill(tmp_path, capsys):
+    first = SentSteps(tmp_path, "one", None)
     assert [first.start_step(step) for step in (1, 2, 2, 1)] == [True, True, False, False]
-    again, other = SentSteps(tmp_path, "one"), SentSteps(tmp_path, "other")
+    SentSteps(tmp_path, "one", 2)
+    assert capsys.readouterr().err == ""
+    again, other = SentSteps(tmp_path, "one", 1), SentSteps(tmp_path, "other", 1)
     assert [again.start_step(step) for step in (2, 3)] == [False, True] and other.start_step(1)
+    assert "one keeps the lines that it has of steps 2 to 2" in capsys.readouterr().err
 
 
 def test_tensorboard(tmp_path):
@@ -44,6 +47,20 @@ def test_tensorboard(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["entropy", "gate"]
     assert [(event.step, event.value) for event in events.Scalars("entropy")] == [*ENTROPY.items()]
+
+
+def test_tensorboard_of_a_run_that_was_killed_before_its_first_checkpoint(tmp_path):
+    """It starts over: metrics.jsonl is empty again."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = RunConfig(dir=str(tmp_path), logbooks=["tensorboard"])
+    for last in (3, 2):
+        with open_logbook(run, 0, enabled=True) as book:
+            assert isinstance(book, Logbook)
+            for step in range(1, last + 1):
+                book.write(step, {"entropy": ENTROPY[step]})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("entropy")] == [1, 2]
 
 
 def log_records(content: bytes) -> Iterator[bytes]:

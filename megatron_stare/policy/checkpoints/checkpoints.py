@@ -8,6 +8,7 @@ that `convert megatron-to-hf` needs nothing else.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -34,7 +35,7 @@ from megatron_stare.policy.checkpoints import actor_state
 from megatron_stare.policy.checkpoints.names import STEP, listed, step_of
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.topology import Topology
-from megatron_stare.system import atomic_write, file_digest, sync_directory
+from megatron_stare.system import BestEffort, atomic_write, file_digest, sync_directory
 
 LATEST, LATEST_GOOD, BEST = "latest", "latest-good", "best"
 _WRITING, _SET_ASIDE = ".writing_", "set_aside_"
@@ -169,6 +170,7 @@ class Checkpoints(CheckpointDirectory):
         self.failure = ""
         self.saved: int | None = None  # the step last saved or loaded
         self._evaluated: dict[int, float] = {}  # step -> value of run.keep_best
+        self._best_effort = BestEffort("that checkpoint is kept, and removed later")
 
     def save(self, step: int, loop_state: dict[str, Any]) -> None:
         """Write checkpoint `step`, or begin to (run.async_save)."""
@@ -250,7 +252,7 @@ class Checkpoints(CheckpointDirectory):
         leftovers of such are removed.
         """
         for leftover in self.directory.glob(f"{_WRITING}*"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir(parents=True)
         policy = self.actor.config.policy
         hf_files.copy_description(Path(policy.hf_checkpoint), temporary)
@@ -269,7 +271,7 @@ class Checkpoints(CheckpointDirectory):
         older = [path for path in listed(self.directory) if path.name <= final.name]
         for old in older[: -max(1, self.config.keep_last)]:
             if old.name != best and not (kept_every and step_of(old) % kept_every == 0):
-                shutil.rmtree(old)
+                self._best_effort(functools.partial(shutil.rmtree, old))
 
     def _best_with(self, name: str, value: float | None) -> str:
         """The name of the best checkpoint, which this new one of `value` may be now."""

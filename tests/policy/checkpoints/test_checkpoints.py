@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import pickle
@@ -183,6 +184,28 @@ def test_keep_last_and_keep_every_select_the_kept_checkpoints(
     config = small_config(tmp_path, *options)
     assert Trainer(config, topology).run(Interrupt())
     assert saved(config) == ["latest", *(f"step_{step:08d}" for step in (3, 6, 7))]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_costs_only_its_room(
+    tmp_path: Path,
+    topology: Topology,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """NFS keeps the directory of a file that a process still reads, such as a conversion."""
+    remove = shutil.rmtree
+
+    def busy(path: Path, **options: Any) -> None:
+        if path.parent.name == "checkpoints" and path.name == "step_00000001":
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    config = small_config(tmp_path, "train.num_rollout=3", "run.save_interval=1", "run.keep_last=1")
+    assert Trainer(config, topology).run(Interrupt())
+    assert saved(config) == ["latest", "step_00000001", "step_00000003"]
+    said = capsys.readouterr().err
+    assert "Directory not empty" in said and "not written" not in said
 
 
 def damage(checkpoint: Path, kind: str) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,19 +29,21 @@ from megatron_stare.loop.run_directory import (
     replayed_heads,
 )
 from megatron_stare.policy.checkpoints.names import step_of
-from megatron_stare.reporting.logbook import METRICS_NAME
+from megatron_stare.reporting.logbook import METRICS_NAME, read_metrics
 from megatron_stare.reporting.problem_scores import responses_directory
 from megatron_stare.system import atomic_file
 
 
 def trained(run: Path, step: int | None) -> Iterator[dict[str, Any]]:
-    """The rollouts of a step; None: of the newest recorded one. UserError: there is no record."""
+    """The rollouts of a step; None: of the newest recorded one (`_newest`). UserError: there is no
+    record.
+    """
     # These modules import torch, which `bundle` does not need.
     from megatron_stare.loop.record import recorded_groups
     from megatron_stare.records import Rollout, readable
 
     records = records_directory(run)
-    head = read_head(records, (recorded_steps(records) or [0])[-1] if step is None else step)
+    head = read_head(records, _newest(run, recorded_steps(records)) if step is None else step)
     for number, group in enumerate(recorded_groups(records, head)):
         for sample, rollout in enumerate(cast(tuple[Rollout, ...], group.rollouts)):
             place = {"step": head.step, "group": number, "sample": sample}
@@ -60,8 +62,8 @@ def trained(run: Path, step: int | None) -> Iterator[dict[str, Any]]:
 
 
 def evaluated(run: Path, step: int | None, name: str) -> list[dict[str, Any]]:
-    """The responses of the evaluation of a set after a step; None: of the newest evaluation.
-    UserError: there are none.
+    """The responses of the evaluation of a set after a step; None: of the newest evaluation
+    (`_newest`). UserError: there are none.
     """
     kept = responses_directory(run, 0).parent
     found = {step_of(each.parent): each for each in kept.glob("step_*/*") if each.name == name}
@@ -74,12 +76,22 @@ def evaluated(run: Path, step: int | None, name: str) -> list[dict[str, Any]]:
     if step is not None and step not in found:
         steps = ", ".join(map(str, sorted(found)))
         raise UserError(f"--step {step}: {name} was evaluated after the steps {steps}; choose one")
-    place = found[max(found) if step is None else step]
+    place = found[_newest(run, sorted(found)) if step is None else step]
     rows: list[dict[str, Any]] = []
     for each in place.glob("*.jsonl"):
         with each.open(encoding="utf-8") as file:
             rows += map(json.loads, file)
     return sorted(rows, key=lambda row: (row["index"], row["sample"]))
+
+
+def _newest(run: Path, steps: Sequence[int]) -> int:
+    """The last of these steps, 0 of none, without those after the last line of metrics.jsonl: the
+    run went back from them, or has not finished them. If all are such steps, the last one.
+    """
+    file = run / METRICS_NAME
+    rows = read_metrics(file) if file.is_file() else []
+    last = rows[-1]["step"] if rows else 0
+    return max((step for step in steps if step <= last), default=max(steps, default=0))
 
 
 def bundle(run: Path, step: int, output: Path | None) -> tuple[Path, int]:

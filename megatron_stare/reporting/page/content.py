@@ -251,7 +251,9 @@ def inside_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _run_inside(run: Run, most_steps: int, most_tokens: int) -> dict[str, Any]:
-    recorded = diagnostics.steps(run.directory)
+    # Later ones are of steps that the run went back from.
+    last = run.rows[-1]["step"] if run.rows else 0
+    recorded = [step for step in diagnostics.steps(run.directory) if step <= last]
     steps = [diagnostics.read(run.directory, step) for step in spaced(recorded, most_steps)]
     shown = _chosen_rollouts(steps, most_tokens)
     return {

@@ -25,6 +25,14 @@ def test_steps_and_rollouts_stay_within_their_limits(tmp_path, monkeypatch):
     assert len(content.inside_of(runs)[0]["rollouts"]) == 1, "one is always there"
 
 
+def test_steps_that_a_run_went_back_from_are_not_on_its_page(tmp_path):
+    write_run(tmp_path, 6, every=2, tokens=50, rollouts=2)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
+    (found,) = content.inside_of(read_sources([tmp_path])[0].runs)
+    assert found["recorded"] == 1 and [step["step"] for step in found["steps"]] == [2]
+
+
 def test_a_run_without_diagnostics_has_no_rollouts_on_its_page(tmp_path):
     write_run(tmp_path, 2)
     (found,) = content.inside_of(read_sources([tmp_path])[0].runs)

@@ -131,6 +131,8 @@ run() {
         only_settings "$@"
         start_servers "${settings[@]}"
         set -- "$@" rollout.engine=sglang "sglang.urls=[$(joined , "${urls[@]}")]"
+    elif [ -d "$2" ]; then
+        refuse_lost_servers "$@"
     fi
     on trainers "${trainer_options[@]}" "${trainer_command[@]}" bash "$MEGATRON_STARE/slurm/node.sh" "$@" &
     trainer=$!
@@ -145,6 +147,19 @@ only_settings() {
     local word
     settings=("$2")
     for word in "${@:3}"; do case $word in -*) ;; *=*) settings+=("$word") ;; esac; done
+}
+
+# refuse_lost_servers COMMAND RUN WORDS...: config.yaml of a run names the servers of its last job, which ended with it
+refuse_lost_servers() {
+    local place places
+    only_settings "$@"
+    places=$(ask config "${settings[@]}" --only sglang.urls | sed -n "s/' *# config.yaml, .*//p" | grep -o '//[^"/]*' | tr -d '/[]')
+    for place in $places; do
+        if timeout 5 bash -c ": </dev/tcp/${place%:*}/${place##*:}" 2>/dev/null; then return; fi
+    done
+    if [ -n "$places" ]; then
+        say "no server of sglang.urls in $2/config.yaml answers; set ROLLOUT_NODES or COLOCATED=1 for new ones, or give sglang.urls or rollout.engine=embedded" && exit 2
+    fi
 }
 
 # run_alone COMMAND ARGUMENTS...: one process, on the job's first node

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +208,38 @@ def test_servers_are_tasks_of_their_own_nodes_with_gpus_of_their_own(tmp_path):
     first = 30000 + 1234 % 100 * 16
     urls = [f"http://{node}:{first + number}" for node in ("a3", "a4") for number in (0, 1)]
     assert train[-2:] == ["rollout.engine=sglang", f"sglang.urls=[{','.join(urls)}]"]
+
+
+def test_servers_of_an_earlier_job_are_not_waited_for(tmp_path):
+    """A run's config.yaml names them. Those that still answer, or are given anew, are used."""
+    run = tmp_path / "run"
+    run.mkdir()
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        own = f"http://127.0.0.1:{port.getsockname()[1]}"
+        lines = ["rollout:\n  engine: sglang\nsglang:\n  urls:\n"]
+        lines += [f"  - {url}\n" for url in ("http://127.0.0.1:9", own)]
+        (run / "config.yaml").write_text("".join(lines))
+        for name, words in (
+            ("lost", ()),
+            ("given", ("sglang.urls=[http://node:30000]",)),
+            ("embedded", ("rollout.engine=embedded",)),
+        ):
+            folder = tmp_path / name
+            folder.mkdir()
+            if words:
+                *_, found = steps(folder, "evaluate.sbatch", str(run), *words)
+                assert found[-2:] == [str(run), *words]
+                continue
+            with pytest.raises(JobFailed) as failed:
+                steps(folder, "evaluate.sbatch", str(run))
+            code, stderr = failed.value.args
+            assert code == 2 and f"no server of sglang.urls in {run}/config.yaml" in stderr
+        port.listen()
+        folder = tmp_path / "alive"
+        folder.mkdir()
+        *_, found = steps(folder, "evaluate.sbatch", str(run))
+        assert found[-1] == str(run)
 
 
 def test_the_size_of_a_server_comes_from_the_recipe_or_the_run(tmp_path):

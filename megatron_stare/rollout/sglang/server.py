@@ -273,9 +273,10 @@ class Server:
                     ) from None
                 problem = str(fault)
             if patience.ended():
+                remedy = "see its log" if self.process else "start it, or correct sglang.urls"
                 raise EngineError(
                     f"{self.name} is not ready after {self.settings.start_timeout:g} s "
-                    f"(sglang.start_timeout): {problem}"
+                    f"(sglang.start_timeout): {problem}; {remedy}"
                 )
             await asyncio.sleep(_POLL_SECONDS)
 

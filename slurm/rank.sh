@@ -10,7 +10,8 @@ export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton_$UID}
 trap : TERM INT USR1  # the rank handles them; this waits for it
 cd "$MEGATRON_STARE" || exit
 run() { bash -c 'echo $$ >"$PID_FILE" && exec "$PYTHON" -u -m megatron_stare "$@"' megatron_stare "$@"; }
-if [ "$RANK" = 0 ]; then run "$@" > >(tee -a "$name.log") 2>&1; else run "$@" >>"$name.log" 2>&1; fi
+# torchrun ends the whole group of processes: without tee, the rank's next line would end it before it has saved.
+if [ "$RANK" = 0 ]; then run "$@" > >(trap '' TERM INT && exec tee -a "$name.log") 2>&1; else run "$@" >>"$name.log" 2>&1; fi
 code=$?
 rm -f "$PID_FILE"
 if [ "$code" -ne 0 ]; then

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from megatron_stare.reporting.problem_scores import average_keys
@@ -100,7 +100,9 @@ class _PlainLines(Bar):
             self._warm, self._warm_at = self._completed, time.monotonic()
         if self._is_due(before):
             self._printed_at = time.monotonic()
-            print(self._line(_show(numbers)), file=self._output, flush=True)
+            # Ctrl-C ends `| tee log` as well: the run must live to save.
+            with suppress(BrokenPipeError):
+                print(self._line(_show(numbers)), file=self._output, flush=True)
 
     def _is_due(self, before: int) -> bool:
         if self._completed >= self._total or before == self._first:

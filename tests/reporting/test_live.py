@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import re
 
 import pytest
@@ -62,6 +64,18 @@ def test_several_runs_show_the_newest_step_of_each():
     assert re.search(r"seed0/stare +2 +0\.480 +0\.200 +0\.125", last)  # of an earlier step
     assert re.search(r"seed0/grpo +1 +0\.490 +0\.100 *\n", last)
     assert "3/4" in last
+
+
+def test_a_log_whose_reader_has_gone_does_not_end_the_run():
+    ours, theirs = os.pipe()
+    stream = open(theirs, "w")  # noqa: SIM115 (closing it fails too)
+    with training("run", 3, stream=stream) as live:
+        live.step(row(1))
+        os.close(ours)
+        live.step(row(2))
+        live.step(row(3))
+    with contextlib.suppress(BrokenPipeError):
+        stream.close()
 
 
 def test_a_log_has_few_lines():

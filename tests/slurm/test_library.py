@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -335,6 +336,42 @@ def test_a_rank_has_its_own_cores_and_its_nodes_disk(tmp_path):
             assert "--numa-binding=node" in done.stdout
     said = (tmp_path / "rank_00003.log").read_text()
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in said and "TRITON_CACHE_DIR=/local/triton_" in said
+
+
+SAVING = """
+import os, signal, sys, time
+ended = []
+signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+print("training", flush=True)
+while not ended:
+    time.sleep(0.05)
+time.sleep(1)  # for the other processes that the signal ends
+print("the last step", file=sys.stderr, flush=True)
+open(os.environ["LOGS"] + "/saved", "w").close()
+"""
+
+
+def test_the_first_rank_saves_when_torchrun_ends_its_group(tmp_path):
+    """Its output goes through tee, which gets the signal too."""
+    program, python = tmp_path / "saving.py", tmp_path / "bin" / "python"
+    program.write_text(SAVING)
+    python.parent.mkdir()
+    python.write_text(f"#!/bin/bash\nexec {sys.executable} {program}\n")
+    python.chmod(0o755)
+    job = {"PATH": os.environ["PATH"], "VENV": str(tmp_path), "LOGS": str(tmp_path), "RANK": "0"}
+    job |= {"MEGATRON_STARE": str(ROOT), "SLURMD_NODENAME": "a1"}
+    (tmp_path / "pids").mkdir()
+    rank = subprocess.Popen(
+        ["bash", str(ROOT / "slurm/rank.sh"), "train", "x"],
+        env=job,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # as torchrun starts it
+    )
+    assert rank.stdout is not None and rank.stdout.readline() == "training\n"
+    os.killpg(rank.pid, signal.SIGTERM)
+    said, _ = rank.communicate(timeout=60)
+    assert rank.returncode == 0 and "the last step" in said and (tmp_path / "saved").exists()
 
 
 def test_no_step_starts_mpi(tmp_path):

@@ -341,7 +341,8 @@ def test_a_rank_has_its_own_cores_and_its_nodes_disk(tmp_path):
 SAVING = """
 import os, signal, sys, time
 ended = []
-signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: ended.append(1))
 print("training", flush=True)
 while not ended:
     time.sleep(0.05)
@@ -349,29 +350,46 @@ time.sleep(1)  # for the other processes that the signal ends
 print("the last step", file=sys.stderr, flush=True)
 open(os.environ["LOGS"] + "/saved", "w").close()
 """
+AGENT = """#!/bin/bash
+case $2 in
+    torch.distributed.run) RANK=0 exec bash "$MEGATRON_STARE/slurm/rank.sh" train x ;;
+    *) exec PYTHON PROGRAM ;;
+esac
+"""
 
 
-def test_the_first_rank_saves_when_torchrun_ends_its_group(tmp_path):
-    """Its output goes through tee, which gets the signal too."""
+@pytest.mark.parametrize(
+    ("script", "to_all", "code"), [("rank.sh", True, 0), ("node.sh", False, 75)]
+)
+def test_a_rank_saves_on_sigterm(script, to_all, code, tmp_path):
+    """torchrun also signals tee, which the first rank's output goes through. Slurm's
+    proctrack/cgroup signals only the step's own process.
+    """
     program, python = tmp_path / "saving.py", tmp_path / "bin" / "python"
     program.write_text(SAVING)
     python.parent.mkdir()
-    python.write_text(f"#!/bin/bash\nexec {sys.executable} {program}\n")
+    python.write_text(AGENT.replace("PYTHON", sys.executable).replace("PROGRAM", str(program)))
     python.chmod(0o755)
     job = {"PATH": os.environ["PATH"], "VENV": str(tmp_path), "LOGS": str(tmp_path), "RANK": "0"}
-    job |= {"MEGATRON_STARE": str(ROOT), "SLURMD_NODENAME": "a1"}
+    job |= {"MEGATRON_STARE": str(ROOT), "SLURMD_NODENAME": "a1", "SLURM_NODEID": "0"}
+    job |= {"TRAINER_NODES": "1", "PROCESSES_PER_NODE": "1", "AGAIN": "75"}
+    job |= {"MASTER_ADDR": "a1", "MASTER_PORT": "1"}
     (tmp_path / "pids").mkdir()
-    rank = subprocess.Popen(
-        ["bash", str(ROOT / "slurm/rank.sh"), "train", "x"],
+    step = subprocess.Popen(
+        ["bash", str(ROOT / "slurm" / script), "train", "x"],
         env=job,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # as torchrun starts it
+        start_new_session=True,
     )
-    assert rank.stdout is not None and rank.stdout.readline() == "training\n"
-    os.killpg(rank.pid, signal.SIGTERM)
-    said, _ = rank.communicate(timeout=60)
-    assert rank.returncode == 0 and "the last step" in said and (tmp_path / "saved").exists()
+    assert step.stdout is not None and step.stdout.readline() == "training\n"
+    (os.killpg if to_all else os.kill)(step.pid, signal.SIGTERM)
+    try:
+        said, _ = step.communicate(timeout=60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(step.pid, signal.SIGKILL)
+    assert step.returncode == code and "the last step" in said and (tmp_path / "saved").exists()
 
 
 def test_no_step_starts_mpi(tmp_path):

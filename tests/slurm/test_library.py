@@ -212,7 +212,7 @@ def test_servers_are_tasks_of_their_own_nodes_with_gpus_of_their_own(tmp_path):
 
 
 def test_servers_of_an_earlier_job_are_not_waited_for(tmp_path):
-    """A run's config.yaml names them. Those that still answer, or are given anew, are used."""
+    """A run's config.yaml names them. Those that answer, or that a setting names, are used."""
     run = tmp_path / "run"
     run.mkdir()
     with socket.socket() as port:

@@ -24,6 +24,15 @@ def refused(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
     return capsys.readouterr().err
 
 
+def check_going_back(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As after --load step_00000001: step 2 is one that the run went back from."""
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines()[0] + "\n")
+    assert rows(capsys, run) == rows(capsys, run, "--step", 1)
+    start = rows(capsys, run, "--evaluation", "held", "--step", 0)
+    assert rows(capsys, run, "--evaluation", "held") == start
+
+
 def test_a_run_and_its_evaluations_can_be_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,13 +82,7 @@ def test_a_run_and_its_evaluations_can_be_read(
     assert main(["grade", str(output), "--output", str(tmp_path / "graded.jsonl"), reward]) == 0
     assert (tmp_path / "graded.jsonl").read_text() == output.read_text()
 
-    # as after --load step_00000001: step 2 is one that the run went back from
-    metrics = run / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().splitlines()[0] + "\n")
-    assert rows(capsys, run) == rows(capsys, run, "--step", 1)
-    start = rows(capsys, run, "--evaluation", "held", "--step", 0)
-    assert rows(capsys, run, "--evaluation", "held") == start
-
+    check_going_back(run, capsys)
     assert "step 3 has no record" in refused(capsys, run, "--step", 3)
     assert "(there: held)" in refused(capsys, run, "--evaluation", "aime24")
     named = refused(capsys, run, "--evaluation", "held", "--step", 1)

@@ -23,7 +23,7 @@ from megatron_stare.commands.gpuday.stages import Result, Stage, find_stages, ru
 from megatron_stare.config import UserError
 from megatron_stare.planning.machine import H100, read_machine
 from megatron_stare.planning.shapes import model_shape
-from megatron_stare.reporting.logbook import METRICS_NAME
+from megatron_stare.reporting.logbook import METRICS_NAME, Alarm, append_alarm
 from tests.commands.gpuday.stages_of_tests import FIRST, MODULE, SECOND, run_first
 
 
@@ -244,6 +244,13 @@ def test_a_run_of_a_stage_that_runs_again_has_no_earlier_rows(
     assert len(first.rows()) == 1
     again = runs.ShortRun(day, "run", 3)
     assert again.rows() == [] and not again.log.exists()
+
+
+def test_a_run_with_an_alarm_is_reported(tmp_path: Path) -> None:
+    assert runs._without_alarm(tmp_path).verdict == "OK"
+    append_alarm(tmp_path, Alarm(3, "mismatch", "they differ", 3, "check the dtype"))
+    row = runs._without_alarm(tmp_path)
+    assert (row.verdict, row.measured) == ("WARN", "mismatch")
 
 
 def test_a_run_is_ended_with_all_below_it_and_its_last_line_is_the_reason(

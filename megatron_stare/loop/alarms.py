@@ -187,6 +187,7 @@ class Alarms:
             yield "entropy", self._entropy(metrics["entropy"])
         if metrics.get("gate"):
             yield "selection", self._selection(metrics)
+        if "gate" in metrics:
             yield "weight", self._weight(metrics)
         if "grad_norm" in metrics:
             yield "gradient", self._unusual("grad_norm", metrics, settings.gradient)
@@ -256,7 +257,8 @@ class Alarms:
 
     def _weight(self, metrics: Mapping[str, float]) -> str | None:
         bound = self.config.loss.w_max
-        if metrics.get("weight_w", 0.0) < bound or self.config.loss.reweight_w >= bound:
+        stands = metrics["gate"] and metrics.get("weight_w", 0.0) >= bound
+        if not stands or self.config.loss.reweight_w >= bound:
             return None
         return f"W stands at its bound loss.w_max={bound:g} and entropy below its target"
 

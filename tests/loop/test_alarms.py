@@ -168,6 +168,11 @@ def test_a_weight_at_its_bound_is_reported(tmp_path, topology):
     run(alarms, range(10, 20), **OPEN | {"weight_w": 1.5})
     (alarm,) = read_alarms(tmp_path)
     assert alarm.alarm == "weight" and "loss.w_max=1.5" in alarm.message
+    shut = {"gate": 0.0, "weight_w": 1.45}
+    near = alarms_of(tmp_path / "near", topology, *adaptive)
+    for step in range(1, 20):
+        run(near, range(step, step + 1), **OPEN | {"weight_w": 1.5} | (shut if step % 2 else {}))
+    assert read_alarms(tmp_path / "near") == [], "the gate shuts in between"
     fixed = alarms_of(tmp_path / "fixed", topology, "loss.reweight_w=1.5")
     run(fixed, range(1, 20), **OPEN | {"weight_w": 1.5})
     assert read_alarms(tmp_path / "fixed") == []

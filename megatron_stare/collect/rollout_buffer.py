@@ -26,6 +26,7 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -136,12 +137,16 @@ class RolloutBuffer:
         if self.replay is not None and self.replay.is_turn:
             groups = tuple(self.replay.batch(step))
             metrics = {"groups": len(groups), "replayed_rollouts": count_rollouts(groups)}
-            self._batch = Collected(groups, True, {key: float(n) for key, n in metrics.items()})
-            return self._batch
-        self._batch, self.ahead = self.ahead or self._filled(step), None
+            batch = Collected(groups, True, {key: float(n) for key, n in metrics.items()})
+        else:
+            batch, self.ahead = self.ahead or self._filled(step), None
+        if self.streamed or self.config.rollout.staleness_limit:
+            aged = batch.metrics | staleness(batch.groups, step)
+            batch = dataclasses.replace(batch, metrics=aged)
+        self._batch = batch
         if self._one_step_off and step + 1 < self.config.train.num_rollout:
             self._begin_round()
-        return self._batch
+        return batch
 
     def finish_step(self, measured: Mapping[str, float], old: OldLogprobs) -> None:
         """Called before the engine gets new weights: finish sampling that must not see them. An
@@ -308,8 +313,6 @@ class RolloutBuffer:
             return self._of_rollouts(chosen, fresh, sampled, counts, joined)
         chosen = chosen or list(fresh[: self.full])  # measured, and not trained
         metrics = metrics_of(chosen, sampled or chosen, counts, self.config)
-        if self.streamed:
-            metrics |= staleness(chosen, step)
         batch = with_advantages(chosen, self.config.scoring, self.history)
         if self.method is not None:
             batch, more = self._joined(self.method, batch)

@@ -72,6 +72,7 @@ def test_one_step_off_samples_each_batch_with_the_weights_before(
         assert versions == {max(0, step - 1)}
     rows = rows_of(run.config)
     assert [row["stale_token_fraction"] for row in rows] == [0, 1, 1, 1, 1]
+    assert [row["staleness_mean"] for row in rows] == [0, 1, 1, 1, 1]
     assert rows[0]["logprob_diff_max"] < 1e-4 and "logprob_diff_max" not in rows[1]
 
 

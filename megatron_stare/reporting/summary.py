@@ -28,7 +28,7 @@ BEFORE_EVALUATION: tuple[Row, ...] = (
 )
 AFTER_EVALUATION: tuple[Row, ...] = (
     ("length_final", "Response length, last tenth", ".1f"),
-    ("steps", "Optimizer steps", ".0f"),
+    ("steps", "Steps", ".0f"),
     ("seconds", "Seconds", ".0f"),
     ("seconds_per_step", "Seconds per step", ".3f"),
 )
@@ -89,9 +89,9 @@ def summarize_run(run_directory: Path, target_entropy: float) -> dict[str, float
         "train_reward_final": fmean(last_tenth(reward)) if reward else None,
         "length_final": fmean(last_tenth(length)) if length else None,
         **_last_evaluation(rows),
-        "steps": steps[-1]["step"],
+        "steps": rows[-1]["step"],
         "seconds": seconds,
-        "seconds_per_step": seconds / len(steps),
+        "seconds_per_step": seconds / len(rows),
     }
 
 

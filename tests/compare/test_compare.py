@@ -323,7 +323,7 @@ def compared(directory: Path, losses: str, *overrides: str, code: int = 0) -> st
 def test_a_comparison_is_complete_if_a_run_ended_early(tmp_path: Path) -> None:
     arm = f"compare.arms.lost=[{','.join(['loss.name=dapo', *LOST])}]"
     said = compared(tmp_path / "run", "lost,stare", arm, code=2)
-    assert "Optimizer steps" in said and "report.html" in said
+    assert "Seconds per step" in said and "report.html" in said
     assert "error: 1 of 2 runs ended early, the first: seed0/lost: error: only 0 of" in said
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["runs"]["stare"]["steps"] == 2 and summary["runs"]["lost"]["steps"] == 1

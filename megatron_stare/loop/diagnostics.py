@@ -164,7 +164,10 @@ class EntropyObserver:
         for batch, plan in zip(prepared.batches, prepared.plans, strict=True):
             entropy_T = self.actor.score(batch).entropy_T
             assert entropy_T is not None, "a scored batch"
-            means.append(batch_mean(entropy_T, plan.coefficient_T, self.across))
+            if self.across.count(entropy_T.numel()):
+                means.append(batch_mean(entropy_T, plan.coefficient_T, self.across))
+        if not means:
+            return {}
         change = sum(means) / len(means) - metrics["entropy_of_loss"]
         return {"entropy_change/realised": change}
 

@@ -14,7 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from megatron_stare.collect.resampling import OldLogprobs, is_replayed
 from megatron_stare.config import Config, MismatchAlarm, NonFiniteError
 from megatron_stare.loop.diagnostics import EntropyObserver
-from megatron_stare.loop.metrics import Stopwatch, batch_metrics, mean_metrics, missing_routing
+from megatron_stare.loop.metrics import (
+    Passes,
+    Stopwatch,
+    batch_metrics,
+    mean_metrics,
+    missing_routing,
+)
 from megatron_stare.loop.parity import Witness, held
 from megatron_stare.loop.prepare import (
     PreparedStep,
@@ -34,10 +40,10 @@ class StepResult:
     """The outcome of `Learner.step`."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    # Whether all updates were made. False: there is no group to learn from, or a value was not
-    # finite; the updates before it stand.
-    updated: bool = False
+    # A value that was not finite ended the step; the updates before it stand.
     error: NonFiniteError | None = None
+    # All 0 where an error ended the step, or no group had anything to learn from.
+    passes: Passes = field(default_factory=Passes)
     # ln pi_old of the rollouts that will be trained again, by group.
     old_logprobs: OldLogprobs = field(default_factory=list)
 
@@ -142,9 +148,20 @@ class Learner:
                 self.witness.look(prepared, metrics)
         return StepResult(
             metrics | {"nonfinite": 0.0},
-            updated=prepared.updates > 0,
+            passes=self._passes(prepared),
             old_logprobs=self._old_logprobs(prepared, groups),
         )
+
+    def _passes(self, prepared: PreparedStep) -> Passes:
+        if not prepared.updates:
+            return Passes()
+        count, again = len(prepared.batches), (prepared.updates - 1) * self._replans
+        scores, updates = prepared.scored + again / count, prepared.updates / count
+        return Passes(scores, updates, self.config.adapters.rank > 0)
+
+    @property
+    def _replans(self) -> bool:
+        return self.config.train.replan and self.objective.needs_scores
 
     def _measured(self, groups: Sequence[Group]) -> dict[str, float]:
         """Metrics of merged adapters and of replayed experts, if the run has any. Collective."""
@@ -163,7 +180,7 @@ class Learner:
         """
         place = number % len(prepared.batches)
         preparer = self.preparer
-        if number and self.config.train.replan and self.objective.needs_scores:
+        if number and self._replans:
             with watch("score"):
                 preparer.replan(prepared, place)
         part, batch, plan = prepared.parts[place], prepared.batches[place], prepared.plans[place]

@@ -58,15 +58,16 @@ def batch_metrics(batch: TokenBatch, signals: Signals, across: Across) -> dict[s
         "metrics need a scored batch"
     )
     tokens = across.count(batch.advantage_T.numel())
-    metrics = {
-        "entropy": across.mean(batch.entropy_T) if tokens else 0.0,
+    metrics = {"loss_tokens": float(tokens), "sequences": float(batch.num_sequences)}
+    if not tokens:  # no mean exists
+        return {"gate": 0.0} | metrics | signals.metrics
+    metrics |= {
+        "entropy": across.mean(batch.entropy_T),
         "entropy_of_loss": batch_mean(batch.entropy_T, signals.coefficient_T, across),
-        "surprisal": across.mean(batch.surprisal_T) if tokens else 0.0,
-        "loss_tokens": float(tokens),
-        "sequences": float(batch.num_sequences),
-        "stale_token_fraction": across.count(~batch.fresh_T) / max(1, tokens),
+        "surprisal": across.mean(batch.surprisal_T),
+        "stale_token_fraction": across.count(~batch.fresh_T) / tokens,
     }
-    if batch.reference_surprisal_T is not None and tokens:
+    if batch.reference_surprisal_T is not None:
         metrics["reference_kl"] = across.mean(batch.reference_surprisal_T - batch.surprisal_T)
     if batch.top_logprob_TK is not None and batch.teacher_top_TK is not None:
         exact_T = divergence(batch.top_logprob_TK.double(), batch.teacher_top_TK.double())
@@ -246,41 +247,64 @@ def clip_metrics(
 
 # Where the stretches of a response begin, over which log-prob differences are averaged.
 POSITIONS = (0, 256, 1024, 4096, 16384, 1 << 40)
-_COUNTS = ("loss_tokens", "sequences", "chosen_positive", "chosen_negative")
+_COUNTS = (
+    *("loss_tokens", "sequences", "chosen_positive", "chosen_negative"),
+    "mismatch_alarm_masked",
+)
+# Means over all loss tokens.
+_OF_TOKENS = ("entropy", "surprisal", "reference_kl", "teacher_kl", "stale_token_fraction")
 
 
 def mean_metrics(many: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One dict of several mini-batches' or updates':
-    maxima stay maxima, counts add up, N(0, 1) variables are added and stay N(0, 1), the rest is
-    averaged.
+    """One dict of several mini-batches' or updates': maxima stay maxima, counts add up, N(0, 1)
+    variables are added and stay N(0, 1), the learning rate is the last one, means over all loss
+    tokens stay such means, the rest is averaged.
     """
+    if len(many) == 1:
+        return dict(many[0])
     values: dict[str, list[float]] = {}
+    tokens: dict[str, list[float]] = {}
     for metrics in many:
         for key, value in metrics.items():
             values.setdefault(key, []).append(value)
-    return {
-        key: max(found) if key.endswith("_max") else sum(found) / _divisor(key, len(found))
-        for key, found in values.items()
-    }
+            tokens.setdefault(key, []).append(metrics.get("loss_tokens", 0.0))
+    return {key: _joined(key, found, tokens[key]) for key, found in values.items()}
 
 
-def _divisor(key: str, count: int) -> float:
+def _joined(key: str, values: Sequence[float], tokens: Sequence[float]) -> float:
+    if key == "lr":
+        return values[-1]
+    if key.endswith("_max"):
+        return max(values)
     if key in _COUNTS:
-        return 1
-    return math.sqrt(count) if key.startswith("exactness_z") else count
+        return sum(values)
+    if key in _OF_TOKENS:
+        return math.sumprod(values, tokens) / sum(tokens)
+    return sum(values) / (math.sqrt(len(values)) if key.startswith("exactness_z") else len(values))
 
 
-# bf16 operations per second without sparsity, from NVIDIA's data sheets, by part of a GPU's name.
+# bf16 operations per second without sparsity, from NVIDIA's data sheets, by part of a GPU's name;
+# the first part that fits.
 PEAK_OPERATIONS = {
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
     "H800": 989e12,
-    "GH200": 989e12,
     "A100": 312e12,
     "A800": 312e12,
+    "GB200": 2500e12,
     "B200": 2250e12,
 }
+
+
+class Passes(NamedTuple):
+    """How often a step read each of its tokens: to score it, and to update on it."""
+
+    scores: float = 0.0
+    updates: float = 0.0
+    frozen: bool = False  # the weights are: adapters learn
 
 
 def gpu_metrics(
@@ -288,32 +312,36 @@ def gpu_metrics(
     shape: Shape,
     groups: Sequence[Group],
     seconds: Mapping[str, float],
-    updates: int,
+    passes: Passes,
 ) -> dict[str, float]:
     """Use of the GPUs in a step; empty on a CPU. Collective; `groups` are those of all ranks.
 
     gpu_memory_peak    [GiB] of torch's allocator since the last step, on the rank with the most
     tokens_per_second  trained tokens, prompts included, per second of the step and trainer GPU
-    mfu                F (3 `updates` + 1) / (t G P): F operations of one forward pass (shape.py), 3
-                       for every update and 1 to score; t seconds of both phases, G trainer GPUs, P
-                       their peak in bf16; without recomputation (arXiv 2204.02311, B). Absent for
-                       a GPU whose peak is not listed.
+    mfu                F (3 u + s) / (t G P): F operations of one forward pass (shape.py), 3 for
+                       every update and 1 for every score of a token, of products with frozen
+                       weights 2 and 1; t seconds of both phases, G trainer GPUs, P their peak in
+                       bf16; without recomputation (arXiv 2204.02311, B) and a reference model's
+                       passes. Absent for a GPU whose peak is not listed.
     """
     if not torch.cuda.is_available():
         return {}
     found = {"gpu_memory_peak": max(topology.gather(torch.cuda.max_memory_allocated())) / 2**30}
     torch.cuda.reset_peak_memory_stats()
     lengths = [
-        (group.prompt_length, rollout.length) for _, group, rollout, *_ in trained_sequences(groups)
+        (group.prompt_length + rollout.length - rollout.loss_tokens, rollout.loss_tokens)
+        for _, group, rollout, *_ in trained_sequences(groups)
     ]
     busy = sum(seconds.get(f"seconds_{phase}", 0.0) for phase in ("score", "update"))
-    if not lengths or not updates or not busy:
+    if not lengths or not passes.updates or not busy:
         return found
     gpus, tokens = topology.world_size, sum(map(sum, lengths))
     found["tokens_per_second"] = tokens / seconds["seconds_total"] / gpus
     name = torch.cuda.get_device_name()
     if peak := next((rate for part, rate in PEAK_OPERATIONS.items() if part in name), 0.0):
-        done = forward_operations(shape, lengths) * (3 * updates + 1)
+        products, others = forward_operations(shape, lengths)
+        done = (products + others) * (3 * passes.updates + passes.scores)
+        done -= products * passes.updates * passes.frozen
         found["mfu"] = done / (busy * gpus * peak)
     return found
 

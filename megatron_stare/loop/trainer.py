@@ -109,8 +109,7 @@ class Trainer:
             self._sync()
         self.progress.count_signal(collected)
         seconds, shape = watch.seconds(), shape_of(self.actor.hf)
-        updates = self.config.train.epochs * result.updated
-        used = gpu_metrics(self.topology, shape, collected.groups, seconds, updates)
+        used = gpu_metrics(self.topology, shape, collected.groups, seconds, result.passes)
         return metrics | self.engine.counts() | seconds | used
 
     def _sync(self) -> None:

@@ -106,7 +106,7 @@ def test_the_last_step_decides_the_temperature_at_which_pi_old_is_scored(
         asked.clear()
         updates.clear()
         expected = score(packed, tempering=tempering).tempered_T
-        assert run.learner.step(groups, 0, True, Stopwatch()).updated
+        assert run.learner.step(groups, 0, True, Stopwatch()).passes.updates
         assert asked == [tempering, None]
         (first, _, plan), (second, _, later) = updates
         assert torch.equal(first.tempered_T, expected) and torch.equal(second.tempered_T, expected)

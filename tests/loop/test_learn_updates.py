@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_stare.config import LossConfig
-from megatron_stare.loop.metrics import Stopwatch
+from megatron_stare.loop.metrics import Passes, Stopwatch
 from megatron_stare.loop.prepare import updates_per_rollout
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
@@ -19,8 +20,9 @@ from megatron_stare.records import Group, LossTokens
 from tests.losses import reference_losses
 from tests.small_run import small_config
 
-# A step large enough that most ratios leave the clip.
+# A step large enough that most ratios leave the clip. The rate falls from update to update.
 SETTINGS = ("loss.name=dapo", "optimizer.lr=0.05", "optimizer.lr_warmup_iters=0")
+SETTINGS += ("optimizer.lr_decay_style=linear",)
 # The twins are given what the objectives would take by themselves.
 SETTINGS += ("diagnostics.interval=0",)  # which ask the loss for its slopes too
 SETTINGS += ("loss.eps_clip=0.2", "loss.eps_clip_high=0.28", "loss.eps_clip_c=10")
@@ -105,11 +107,19 @@ def test_every_update_starts_its_ratio_at_the_policy_before_the_step(
     learner, config = run.learner, run.config.loss
     # Measured here, before any weight has moved, and not taken from what is tested.
     batches = [run.actor.pack(part, 0) for part in learner.preparer.mini_batches(groups)]
-    before = [run.actor.score(batch).surprisal_T for batch in batches]
+    scored = [run.actor.score(batch) for batch in batches]
+    before = [batch.surprisal_T for batch in scored]
     updates = recorded(run)
-    metrics = learner.step(groups, 0, True, Stopwatch()).metrics
-    train = run.config.train
+    score = Mock(wraps=run.actor.score)
+    run.actor.score = score  # type: ignore[method-assign]
+    result = learner.step(groups, 0, True, Stopwatch())
+    metrics, train = result.metrics, run.config.train
     assert len(updates) == train.num_steps_per_rollout * train.epochs >= 2
+    passes = Passes(score.call_count / len(batches), len(updates) / len(batches))
+    assert result.passes == passes, "by which mfu counts operations"
+    assert metrics["lr"] == run.actor.optimizer.param_groups[0]["lr"], "of the last update"
+    entropy = torch.cat([each.entropy_T for each in scored if each.entropy_T is not None]).double()
+    assert metrics["entropy"] == pytest.approx(float(entropy.mean()), rel=1e-6)
     coefficients = [
         learner.preparer.plan(run.actor.score(batch)).coefficient_T for batch in batches
     ]
@@ -164,7 +174,7 @@ def test_lopti_updates_on_improbable_tokens_and_then_on_the_others(
         return done
 
     run.actor.update = recorded_update  # type: ignore[method-assign]
-    assert run.learner.step(groups, 0, True, Stopwatch()).updated
+    assert run.learner.step(groups, 0, True, Stopwatch()).passes.updates
     assert len(sides) == 4, "two mini-batches, low and high"
     for number, (old, trained) in enumerate(sides):
         expected = before[number % 2]

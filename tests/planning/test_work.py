@@ -42,7 +42,7 @@ def test_planned_operations_equal_counted_operations(family: str) -> None:
     assert counter.get_total_flops() == matrices + square + length * shape.head_width
     lengths = [(length // 2, length // 2)] * rows
     one_head = rows * length * shape.head  # of half of the tokens
-    assert forward_operations(shape, lengths) == matrices - one_head + square / 2
+    assert sum(forward_operations(shape, lengths)) == matrices - one_head + square / 2
     tokens = Tokens(sequences=rows, prompt=0.0, response=float(length))
     found, _ = work(family, 1, tokens)
     causal = square / 2 * (tokens.seen / (length / 2))

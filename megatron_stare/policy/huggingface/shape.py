@@ -155,12 +155,14 @@ def shape_of(hf: PretrainedConfig) -> Shape:
     )
 
 
-def forward_operations(shape: Shape, lengths: Iterable[tuple[int, int]]) -> float:
-    """Operations of one forward pass over sequences of (prompt, response) tokens each."""
-    total = 0.0
-    for prompt, response in lengths:
-        length = prompt + response
-        total += 2.0 * length * shape.active_matrices + 2.0 * response * shape.head
-        total += 2.0 * shape.query * shape.attention_layers * length**2
-        total += float(length) * shape.delta.work
-    return total
+def forward_operations(shape: Shape, lengths: Iterable[tuple[int, int]]) -> tuple[float, float]:
+    """Operations of one forward pass over sequences of (other, loss) tokens each: products with
+    weights, and the others.
+    """
+    products = others = 0.0
+    for other, loss in lengths:
+        length = other + loss
+        products += 2.0 * length * shape.active_matrices + 2.0 * loss * shape.head
+        others += 2.0 * shape.query * shape.attention_layers * length**2
+        others += float(length) * shape.delta.work
+    return products, others

@@ -158,7 +158,7 @@ class EntropyObserver:
         self, prepared: PreparedStep, metrics: Mapping[str, float]
     ) -> dict[str, float]:
         """The realised change of entropy, from one more scoring pass over the same tokens."""
-        if not prepared.updates or not self.settings.realised:
+        if not (prepared.updates and self.settings.realised and "entropy_of_loss" in metrics):
             return {}
         means = []
         for batch, plan in zip(prepared.batches, prepared.plans, strict=True):
@@ -166,10 +166,7 @@ class EntropyObserver:
             assert entropy_T is not None, "a scored batch"
             if self.across.count(entropy_T.numel()):
                 means.append(batch_mean(entropy_T, plan.coefficient_T, self.across))
-        if not means:
-            return {}
-        change = sum(means) / len(means) - metrics["entropy_of_loss"]
-        return {"entropy_change/realised": change}
+        return {"entropy_change/realised": sum(means) / len(means) - metrics["entropy_of_loss"]}
 
 
 def merged(views: Sequence[View]) -> dict[str, Tensor]:

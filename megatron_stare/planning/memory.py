@@ -39,6 +39,7 @@ docs/null_ranks.json, ranks of the recipes on a device that computes nothing.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from megatron_stare.config import Config, PolicyConfig
@@ -222,7 +223,7 @@ def cache_bytes_per_token(shape: Shape, config: Config) -> float:
     """Keys and values of one token on one GPU of a server; one byte each in an FP8 cache. All heads
     read one latent vector, which every GPU of a server keeps whole.
     """
-    size = 1 if "fp8" in config.sglang.server_args else 2
+    size = 1 if re.search(r"--kv-cache-dtype[ =]fp8", config.sglang.server_args) else 2
     if shape.latent:
         return size * shape.layers * shape.latent
     return 2 * size * shape.attention_layers * shape.key / config.sglang.gpus_per_server

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_stare.config import PolicyConfig
+from megatron_stare.config import Config, PolicyConfig, override
 from megatron_stare.planning.machine import H100
-from megatron_stare.planning.memory import head_bytes
-from megatron_stare.planning.shapes import sizes
+from megatron_stare.planning.memory import cache_bytes_per_token, head_bytes
+from megatron_stare.planning.shapes import model_shape, sizes
 from megatron_stare.policy.huggingface.shape import shape_of
 from tests.tiny_models import tiny_config
 
@@ -34,3 +34,15 @@ def test_fp32_logits_of_bf16_have_a_gradient_of_their_own(
     exact = PolicyConfig(dtype="fp32", fp32_logits=True, **settings)  # type: ignore[arg-type]
     narrow = PolicyConfig(dtype="fp32", **settings)  # type: ignore[arg-type]
     assert len({head_bytes(shape, p, sizes(p, 1), tokens, H100) for p in (exact, narrow)}) == 1
+
+
+def test_only_the_caches_own_argument_makes_it_fp8() -> None:
+    """Qwen3-30B-A3B has 48 layers with 4 key-value heads of width 128."""
+    shape = shape_of(model_shape("Qwen3-30B-A3B"))
+    for words, size in (
+        ("--kv-cache-dtype fp8_e4m3", 1),
+        ("--kv-cache-dtype=fp8_e5m2", 1),
+        ("--fp8-gemm-backend triton", 2),  # of weights
+    ):
+        config = override(Config(), [f"sglang.server_args={words}"])
+        assert cache_bytes_per_token(shape, config) == 48 * 2 * size * 128 * 4

@@ -9,8 +9,10 @@ assumptions. `gpuday` measures them on your GPUs.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -86,7 +88,18 @@ def read_machine(file: Path) -> Machine:
     for name, value in figures.items():
         if name not in known:
             raise UserError(f"--machine {file}: {name} is unknown{nearest(str(name), known)}")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        if name != "name" and not is_number:
-            raise UserError(f"--machine {file}: {name}={value} must be a positive number")
+        if name != "name":
+            figures[name] = _positive(file, name, value, whole=isinstance(known[name], int))
     return dataclasses.replace(H100, **figures)
+
+
+def _positive(file: Path, name: str, value: Any, whole: bool) -> float:
+    """A figure as a number; 141e9 is a text to YAML, which asks for 1.41e+11."""
+    try:
+        number = 0.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number < math.inf or (whole and not number.is_integer()):
+        kind = "whole number" if whole else "number"
+        raise UserError(f"--machine {file}: {name}={value} must be a positive {kind}")
+    return int(number) if whole else number

@@ -130,7 +130,9 @@ run() {
         fi
         only_settings "$@"
         start_servers "${settings[@]}"
-        set -- "$@" rollout.engine=sglang "sglang.urls=[$(joined , "${urls[@]}")]"
+        # The trainer plans memory and time by the size that the servers have.
+        local size=$((NODES_PER_SERVER > 1 && SERVER_GPUS > 0 ? NODES_PER_SERVER * SERVER_GPUS : GPUS_PER_SERVER))
+        set -- "$@" "sglang.gpus_per_server=$size" rollout.engine=sglang "sglang.urls=[$(joined , "${urls[@]}")]"
     elif [ -d "$2" ]; then
         refuse_lost_servers "$@"
     fi

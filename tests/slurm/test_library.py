@@ -209,6 +209,7 @@ def test_servers_are_tasks_of_their_own_nodes_with_gpus_of_their_own(tmp_path):
     first = 30000 + 1234 % 100 * 16
     urls = [f"http://{node}:{first + number}" for node in ("a3", "a4") for number in (0, 1)]
     assert train[-2:] == ["rollout.engine=sglang", f"sglang.urls=[{','.join(urls)}]"]
+    assert train[-3] == "sglang.gpus_per_server=4", "by which the trainer plans its servers"
 
 
 def test_servers_of_an_earlier_job_are_not_waited_for(tmp_path):

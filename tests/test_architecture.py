@@ -71,7 +71,7 @@ LAYERS: dict[str, list[set[str]]] = {
         {"work"},
         {"serving"},
         {"plan"},
-        {"tables", "calibration"},
+        {"tables", "calibration", "suggest"},
     ],
     "compare": [{"__init__", "worlds"}, {"compare"}],
 }

@@ -7,7 +7,9 @@ import os
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.planning.machine import H100, read_machine, whole_gpu
-from megatron_stare.planning.plan import changes, make_plan, placements, suggest
+from megatron_stare.planning.plan import make_plan, placements
+from megatron_stare.planning.shapes import model_shape
+from megatron_stare.planning.suggest import changes, suggest
 from megatron_stare.planning.tables import (
     BASIS,
     SUMMARY_HEADER,
@@ -40,6 +42,14 @@ def planned(config: Config, options: argparse.Namespace) -> tuple[str, bool]:
     cluster = Cluster(
         gpus or known.trainer_gpus, known.rollout_gpus if rollout_gpus < 0 else rollout_gpus
     )
+    context = model_shape(config.policy.hf_checkpoint).max_position_embeddings
+    if config.longest_sequence > context:
+        raise UserError(
+            f"data.rollout_max_prompt_len={config.data.rollout_max_prompt_len} + "
+            f"rollout.rollout_max_response_len={config.rollout.rollout_max_response_len} = "
+            f"{config.longest_sequence} exceed the model's max_position_embeddings={context}, "
+            "which `train` refuses; lower one of the lengths or raise the limit"
+        )
     limit, response = config.rollout.rollout_max_response_len, options.response_tokens
     if gpus < 0 or not 0 <= response <= limit:
         raise UserError(
@@ -48,7 +58,7 @@ def planned(config: Config, options: argparse.Namespace) -> tuple[str, bool]:
         )
     machine = read_machine(options.machine) if options.machine else H100
     if options.suggest:
-        plan = suggest(config, cluster, machine)
+        plan = suggest(config, cluster, machine, response)
         words = " ".join(changes(config, plan)) or "as it is"
         found = plan.cluster
         placed = f"--gpus {found.trainer_gpus} --rollout-gpus {found.rollout_gpus} {words}"
@@ -79,10 +89,11 @@ def refuse_what_cannot_fit(
     that train or that this node does not have. `local_size` is the number of its ranks.
     """
     served, servers = config.rollout.engine == "sglang", config.sglang
-    launched = served and not (servers.urls or servers.router_url or servers.colocated)
+    launched = served and not (servers.urls or servers.router_url)
     placed = "base-gpu-id" in servers.server_args or "CUDA_VISIBLE_DEVICES" in servers.command
-    first = local_size if servers.first_gpu is None else servers.first_gpu
-    if launched and not placed and first < local_size:
+    apart = not servers.colocated
+    first = local_size * apart if servers.first_gpu is None else servers.first_gpu
+    if launched and apart and not placed and first < local_size:
         raise UserError(
             f"sglang.first_gpu={first} is one of the {local_size} GPUs that train here; leave it "
             "out, or give running servers in sglang.urls"
@@ -92,8 +103,8 @@ def refuse_what_cannot_fit(
     if launched and not placed and last >= gpus:
         raise UserError(
             f"sglang.num_servers={count} with sglang.gpus_per_server={servers.gpus_per_server} "
-            f"need the GPUs {first} to {last}, and this node has {gpus}; lower them, set "
-            "sglang.colocated=true, or give running servers in sglang.urls"
+            f"need the GPUs {first} to {last}, and this node has {gpus}; lower them"
+            f"{', set sglang.colocated=true,' * apart} or give running servers in sglang.urls"
         )
     if not config.policy.hf_checkpoint:
         return  # a quickstart, which makes its model

@@ -35,7 +35,7 @@ from megatron_stare.loop.resolve import (
 )
 from megatron_stare.losses import objective_of
 from megatron_stare.planning.machine import H100, whole_gpu
-from megatron_stare.planning.plan import GIB, make_plan
+from megatron_stare.planning.plan import GIB, fewest_ranks, make_plan
 from megatron_stare.policy import build
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
 from megatron_stare.policy.huggingface.names import name_table
@@ -112,13 +112,11 @@ def _checkpoint(run: Config) -> str:
 
 def _memory(source: str, run: Config) -> str:
     """The planned layout and memory, for the GPUs of this machine as a start judges them, else for
-    H100s. The number of ranks is that of torchrun, else the recipe's number of GPUs, else the ranks
-    of one model.
+    H100s. The number of ranks is that of torchrun, else the recipe's number of GPUs, else that of
+    one copy of the model.
     """
-    policy, known = run.policy, cluster_of(source)
-    product = policy.tensor_model_parallel_size * policy.pipeline_model_parallel_size
-    product *= policy.context_parallel_size
-    ranks = int(os.environ.get("WORLD_SIZE", known.trainer_gpus if known else product))
+    known, given = cluster_of(source), os.environ.get("WORLD_SIZE")
+    ranks = int(given or (known.trainer_gpus if known else fewest_ranks(run.policy)))
     count = len(run.sglang.urls) or run.sglang.num_servers
     machine, gpu = H100, "an 80 GB GPU"
     if torch.cuda.is_available():
@@ -126,7 +124,11 @@ def _memory(source: str, run: Config) -> str:
         machine, gpu = whole_gpu(size), f"the {size / GIB:.1f} GiB of this GPU"
     plan = make_plan(run, Cluster(ranks, count * run.sglang.gpus_per_server), machine)
     if plan.faults:
-        raise UserError(plan.faults[0])
+        fewest = (
+            f"; this is the plan of {ranks} rank{'s' * (ranks > 1)}, one copy of the model: start "
+            "`train --dry-run` by torchrun to plan for all ranks"
+        )
+        raise UserError(plan.faults[0] + fewest * (not given and not known))
     peak = f"{plan.worst.peak / GIB:.2f} GiB of {gpu} at the peak"
     return f"{ranks} rank{'s' * (ranks > 1)}, {peak}, {plan.host_bytes / GIB:.0f} GiB on the host"
 

@@ -1,21 +1,18 @@
-"""The plan of a run: memory of every distinct rank, work and seconds of one step, a verdict. The
-cheapest layout of a run that fits, found by planning every one that divides the model.
-"""
+"""The plan of a run: memory of every distinct rank, work and seconds of one step, a verdict."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron_stare.config import Config, PolicyConfig, UserError, differences, override
+from megatron_stare.config import Config, PolicyConfig, UserError, override
 from megatron_stare.config.rollout import MEMORY_SHARE, SHARE_VARIABLE
-from megatron_stare.config.section import written
 from megatron_stare.planning.machine import H100, Machine
 from megatron_stare.planning.memory import ELEMENT, RankMemory, rank_memory, served_bytes
 from megatron_stare.planning.serving import NO_DRAFTS, Drafts, Serving, serving, static_share
@@ -29,15 +26,15 @@ from megatron_stare.planning.shapes import (
 )
 from megatron_stare.planning.work import Tokens, Training, training
 from megatron_stare.policy.adapters import check as check_adapters
+from megatron_stare.policy.huggingface.fp8_weights import check_trainer
 from megatron_stare.policy.huggingface.shape import Shape, shape_of
 from megatron_stare.policy.topology import expert_tensor_size
 from megatron_stare.recipes import Cluster
+from megatron_stare.sync.served_engine import encoded_matrices
 
 GIB = 2.0**30
 HOST_PROCESS_BYTES = 5 * GIB  # a rank's process with torch and its libraries
 HOST_BYTES_PER_TOKEN = 13  # ids, log-probs, mask and version
-MOST_PIPELINE, MOST_CONTEXT = 8, 16
-SMALLEST_EXPERT_GROUP = 4  # below it most of a GPU would be experts
 
 
 @dataclass(frozen=True)
@@ -124,9 +121,28 @@ class RunPlan:
         return ranks * each + HOST_BYTES_PER_TOKEN * tokens + sent
 
     @property
+    def servers_a_node(self) -> int:
+        """Servers that a node has to start (sglang.num_servers) to be those of the plan."""
+        assert self.serving is not None
+        return min(
+            self.serving.servers,
+            max(1, self.machine.gpus_per_node // self.config.sglang.gpus_per_server),
+        )
+
+    @property
+    def starts_other_servers(self) -> bool:
+        """Whether the run itself starts servers, and not as many as planned."""
+        servers = self.config.sglang
+        if self.serving is None or servers.urls or servers.router_url:
+            return False
+        return servers.num_servers != self.servers_a_node
+
+    @property
     def faults(self) -> list[str]:
         """Reasons why the run does not fit, with a remedy each; empty if it fits."""
         found = [_rank_fault(rank, self) for rank in self.ranks if not rank.fits]
+        if fault := _share_fault(self):
+            found.append(fault)
         if self.serving and not self.serving.fits:
             found.append(_server_fault(self))
         policy, longest = self.config.policy, self.config.longest_sequence
@@ -148,11 +164,14 @@ def make_plan(
     `response_tokens` is the mean length of responses; 0 means half the limit. The mean prompt is
     taken as a quarter of its limit. `counts` are the stages' counts if the caller has them;
     `drafts` are those of the servers.
-    UserError: sizes that do not divide, a model whose shape is not known, adapters that it cannot
-    have.
+    UserError: sizes that do not divide, a model whose shape is not known, adapters or FP8 blocks
+    that it cannot have.
     """
     hf = model_shape(config.policy.hf_checkpoint)
     check_adapters(hf, dataclasses.replace(config.adapters, start=""), config.policy)
+    if not counts:
+        check_trainer(hf, config.policy)
+        check_servers(config)
     shape, group = shape_of(hf), sizes(config.policy, cluster.trainer_gpus)
     stages = tuple(counts or stage_counts(hf, config.policy, cluster.trainer_gpus))
     rollout = config.rollout
@@ -274,6 +293,23 @@ def _rank_fault(rank: RankMemory, plan: RunPlan) -> str:
     )
 
 
+def _share_fault(plan: RunPlan) -> str:
+    """A colocated server that holds a part of the GPU which the trainer does not leave free."""
+    servers, machine = plan.config.sglang, plan.machine
+    if not (plan.serving and servers.colocated and MEMORY_SHARE in servers.server_args):
+        return ""
+    occupied = max(rank.generating for rank in plan.ranks)
+    held = machine.memory_bytes * static_share(plan.config, machine, occupied)
+    if held + occupied <= machine.usable_bytes:
+        return ""
+    return (
+        f"sglang.server_args has {MEMORY_SHARE}, by which a colocated server holds "
+        f"{held / GIB:.1f} GiB, and the trainer keeps {occupied / GIB:.1f} GiB of "
+        f"{machine.usable_bytes / GIB:.1f} GiB while it samples; leave {MEMORY_SHARE} out: the "
+        "run then gives servers what is left"
+    )
+
+
 def _server_fault(plan: RunPlan) -> str:
     assert plan.serving is not None
     return (
@@ -284,32 +320,10 @@ def _server_fault(plan: RunPlan) -> str:
     )
 
 
-def suggest(config: Config, cluster: Cluster, machine: Machine = H100) -> RunPlan:
-    """The plan with the fewest GPU-hours for 1,000 steps, on at most the cluster's trainer GPUs and
-    with its servers. UserError: none fits.
-
-    Tried: servers as they are, on the trainer's GPUs, and one step off on as many GPUs of their
-    own; tensor sizes up to a node that divide the heads, pipeline sizes that divide the layers,
-    context and expert sizes in powers of two, no recomputation, that of MLPs and experts, and that
-    of everything, and budgets of one and of two of the longest sequences.
-    """
-    best: RunPlan | None = None
-    for policy, gpus in _layouts(config, cluster.trainer_gpus, machine):
-        if config.sglang.colocated and gpus < config.sglang.gpus_per_server:
-            continue
-        at = dataclasses.replace(cluster, trainer_gpus=gpus)
-        tried = dataclasses.replace(config, policy=policy)
-        counts = stage_counts_alike(config, policy)
-        for changed, placed in ((tried, at), *placements(tried, at)):
-            plan = make_plan(changed, placed, machine, counts=counts)
-            if not plan.faults and (best is None or plan.gpu_hours < best.gpu_hours):
-                best = plan
-    if best is None:
-        raise UserError(
-            f"no layout of {config.policy.hf_checkpoint} fits {cluster.trainer_gpus} GPUs of "
-            f"{machine.memory_bytes / 1e9:g} GB; give more with --gpus"
-        )
-    return best
+def check_servers(config: Config) -> None:
+    """UserError: started servers that would split blocks of FP8 weights."""
+    if config.rollout.engine == "sglang":
+        encoded_matrices(config, model_shape(config.policy.hf_checkpoint))
 
 
 def placements(config: Config, cluster: Cluster) -> list[tuple[Config, Cluster]]:
@@ -327,82 +341,19 @@ def placements(config: Config, cluster: Cluster) -> list[tuple[Config, Cluster]]
         words = "sglang.colocated=false sglang.sync_method=null"
         words += " policy.offload_while_generating=false rollout.asynchrony=one_step_off"
         found.append((words, Cluster(gpus, cluster.rollout_gpus or gpus)))
-    return [(override(config, words.split()), placed) for words, placed in found]
+    allowed = []
+    for words, placed in found:
+        with contextlib.suppress(UserError):  # a setting forbids it
+            allowed.append((override(config, words.split()), placed))
+    return allowed
 
 
-def changes(config: Config, plan: RunPlan) -> list[str]:
-    """The overrides that make `config` the plan's."""
-    return [f"{key}={written(value)}" for key, _, value in differences(config, plan.config)]
-
-
-def _layouts(config: Config, most: int, machine: Machine) -> Iterator[tuple[PolicyConfig, int]]:
-    """Every layout that divides the model, and its number of GPUs."""
-    shape = shape_of(model_shape(config.policy.hf_checkpoint))
-    divided = (shape.heads, shape.key_heads, shape.intermediate)
-    dense = shape.layers > shape.sparse_layers
-    modules = ",".join(["mlp"] * dense + ["moe"] * (shape.sparse_layers > 0))
-    for tensor, pipeline, context, expert, gpus in itertools.product(
-        _powers(machine.gpus_per_node),
-        _powers(min(MOST_PIPELINE, shape.layers)),
-        _powers(MOST_CONTEXT),
-        _expert_sizes(shape),
-        _powers(most),
-    ):
-        if any(size % tensor for size in divided) or shape.layers % pipeline:
-            continue
-        if gpus % (tensor * pipeline * context) or gpus % (expert * pipeline):
-            continue
-        policy = dataclasses.replace(
-            config.policy,
-            tensor_model_parallel_size=tensor,
-            pipeline_model_parallel_size=pipeline,
-            virtual_pipeline_model_parallel_size=1,
-            num_layers_in_first_pipeline_stage=0,
-            num_layers_in_last_pipeline_stage=0,
-            context_parallel_size=context,
-            expert_model_parallel_size=expert,
-            expert_tensor_parallel_size=1 if expert > 1 else 0,
-            sequence_parallel=tensor > 1,
-            use_distributed_optimizer=True,
-        )
-        whole = math.lcm(2 * context, tensor * context)
-        for granularity in ("none", "selective", "full"):
-            again = modules if granularity == "selective" else "core_attn"
-            for sequences in (1, 2):
-                budget = -(-sequences * config.longest_sequence // whole) * whole // context
-                tried = dataclasses.replace(
-                    policy,
-                    recompute_granularity=granularity,
-                    recompute_modules=again,
-                    max_tokens_per_gpu=budget,
-                )
-                yield tried, gpus
-
-
-def _expert_sizes(shape: Shape) -> list[int]:
-    if not shape.experts:
-        return [1]
-    return [size for size in _powers(min(16, shape.experts)) if size >= SMALLEST_EXPERT_GROUP]
-
-
-def _powers(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
-    return [1 << power for power in range(most.bit_length())]
-
-
-def stage_counts_alike(config: Config, policy: PolicyConfig) -> tuple[RankCounts, ...]:
-    """Counts of the smallest world with these shards: more data or context ranks hold the same."""
-    alike = PolicyConfig(
-        tensor_model_parallel_size=policy.tensor_model_parallel_size,
-        pipeline_model_parallel_size=policy.pipeline_model_parallel_size,
-        expert_model_parallel_size=policy.expert_model_parallel_size,
-        expert_tensor_parallel_size=policy.expert_tensor_parallel_size,
-        sequence_parallel=policy.sequence_parallel,
-    )
-    stages = policy.pipeline_model_parallel_size
-    experts = policy.expert_model_parallel_size * (policy.expert_tensor_parallel_size or 1)
-    world = stages * math.lcm(policy.tensor_model_parallel_size, experts)
-    return tuple(stage_counts(model_shape(config.policy.hf_checkpoint), alike, world))
+def fewest_ranks(policy: PolicyConfig) -> int:
+    """The ranks of one copy of the model."""
+    stage = policy.pipeline_model_parallel_size
+    dense = stage * policy.tensor_model_parallel_size * policy.context_parallel_size
+    experts = stage * policy.expert_model_parallel_size * expert_tensor_size(policy)
+    return math.lcm(dense, experts)
 
 
 def share_memory(config: Config) -> None:
@@ -426,10 +377,6 @@ def colocated_share(config: Config, ranks: int, memory_bytes: float) -> float:
     """The fraction of a GPU's memory for weights and cache of a colocated server. 0 ranks: the
     fewest that the layout allows, which hold the most each.
     """
-    policy = config.policy
-    stage = policy.pipeline_model_parallel_size
-    dense = stage * policy.tensor_model_parallel_size * policy.context_parallel_size
-    experts = stage * policy.expert_model_parallel_size * expert_tensor_size(policy)
     machine = dataclasses.replace(H100, memory_bytes=memory_bytes)
-    plan = make_plan(config, Cluster(ranks or math.lcm(dense, experts), 0), machine)
+    plan = make_plan(config, Cluster(ranks or fewest_ranks(config.policy), 0), machine)
     return max(0.1, static_share(config, machine, max(rank.generating for rank in plan.ranks)))

@@ -181,4 +181,10 @@ def plan_text(name: str, plan: RunPlan) -> str:
         f"{plan.tokens.prompt:,.0f} and responses of {plan.tokens.response:,.0f} tokens on average",
     ]
     lines += [f"does not fit: {fault}" for fault in plan.faults] or ["fits"]
+    if plan.starts_other_servers:
+        lines.append(
+            f"planned with {plan.servers_a_node} servers on a node of {plan.machine.gpus_per_node} "
+            f"GPUs; sglang.num_servers={plan.config.sglang.num_servers} starts another number: set "
+            f"sglang.num_servers={plan.servers_a_node}"
+        )
     return "\n".join([*lines, BASIS])

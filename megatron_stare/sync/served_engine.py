@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, EngineError, SGLangConfig, UserError
 from megatron_stare.policy.adapters import AdaptedWeights
@@ -374,13 +374,14 @@ def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
     )
 
 
-def encoded_matrices(config: Config) -> frozenset[str]:
-    """Names of the weights that servers of this run hold in blocks of E4M3. UserError: the servers
-    that it starts would split them inside a block.
+def encoded_matrices(config: Config, hf: PretrainedConfig | None = None) -> frozenset[str]:
+    """Names of the weights that servers of this run hold in blocks of E4M3. `hf`: the policy's
+    config.json, if it has been read. UserError: the servers that the run starts would split them
+    inside a block.
     """
     if config.sglang.weights == "policy":
         return frozenset()
-    hf = read_hf_config(config.policy.hf_checkpoint)
+    hf = hf or read_hf_config(config.policy.hf_checkpoint)
     experts_only = config.policy.weight_quantization == EXPERTS_ONLY
     encoded = block_matrices(hf, experts_only=experts_only)
     if not config.sglang.urls and not config.sglang.router_url:

@@ -56,6 +56,12 @@ def test_a_plan_names_missing_words(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{words[0]} {words[1]} " in capsys.readouterr().err
 
 
+def test_a_plan_refuses_lengths_beyond_the_models(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "rollout.rollout_max_response_len=3073", "policy.max_tokens_per_gpu=8192"
+    assert main(["plan", "short_cot_7b", *words]) == 2
+    assert "= 4097 exceed the model's max_position_embeddings=4096" in capsys.readouterr().err
+
+
 def test_training_is_refused_before_anything_is_launched() -> None:
     """As the command does it on a node of H100s."""
     config = find_recipe("short_cot_7b")
@@ -69,6 +75,8 @@ def test_training_is_refused_before_anything_is_launched() -> None:
     refuse_what_cannot_fit(apart, 4, 4, 80e9, 8)
     with pytest.raises(UserError, match="need the GPUs 4 to 7, and this node has 7; lower them"):
         refuse_what_cannot_fit(apart, 4, 4, 80e9, 7)
+    with pytest.raises(UserError, match="need the GPUs 0 to 3, and this node has 2; lower them or"):
+        refuse_what_cannot_fit(config, 4, 2, 80e9, 2)
     with pytest.raises(UserError, match=r"first_gpu=3 is one of the 4 GPUs that train here; leave"):
         refuse_what_cannot_fit(override(apart, ["sglang.first_gpu=3"]), 4, 4, 80e9, 8)
     for elsewhere in ("sglang.urls=[http://node1:30000]", "sglang.server_args=--base-gpu-id 0"):

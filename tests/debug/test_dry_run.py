@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from megatron_stare.__main__ import main
-from megatron_stare.config import UserError, dump
+from megatron_stare.config import Config, UserError, dump, override
 from megatron_stare.debug.dry_run import _memory
 from megatron_stare.loop.run_directory import claim_prompts
 from megatron_stare.planning.plan import GIB
+from megatron_stare.recipes import find_recipe
 from tests.small_run import small_config
 
 
@@ -97,6 +98,23 @@ def test_memory_is_planned_for_the_gpu_that_is_here(
     properties.total_memory = 1 << 30
     with pytest.raises(UserError, match=r"1\.0"):
         _memory("small", config)
+
+
+def test_memory_without_a_known_number_of_ranks_is_that_of_one_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight ranks hold the experts of one copy. Two of them are too few for a model that four can
+    train.
+    """
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    words = ["policy.hf_checkpoint=Qwen3-30B-A3B", "policy.dtype=bf16", "adapters.rank=8"]
+    words += ["policy.expert_model_parallel_size=8", "policy.recompute_granularity=full"]
+    words += ["rollout.engine=sglang"]
+    assert _memory("mine.yaml", override(Config(), words)).startswith("8 ranks, ")
+    with pytest.raises(UserError, match="this is the plan of 2 ranks, one copy of the model"):
+        _memory("mine.yaml", find_recipe("short_cot_7b"))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert _memory("mine.yaml", find_recipe("short_cot_7b")).startswith("4 ranks, ")
 
 
 @pytest.mark.nullcuda

@@ -87,7 +87,7 @@ PLANS = {
     ),
     f"{PYTHON} plan short_cot_7b": Run(),
     f"{PYTHON} plan short_cot_7b --suggest": Elsewhere(
-        "tests/planning/test_plan_suggest.py::test_a_suggestion_fits_and_is_cheaper"
+        "tests/planning/test_suggest.py::test_a_suggestion_fits_and_is_cheaper"
     ),
 }
 GPUDAY = {

@@ -52,6 +52,11 @@ REFUSED = {
         ("policy.offload_while_generating=false", "sglang.gpus_per_server=1"),
         "policy.offload_while_generating=true",
     ),
+    "memory fraction": (
+        "short_cot_7b",
+        ("sglang.server_args=--mem-fraction-static 0.85",),
+        "a colocated server holds 63.3 GiB, and the trainer keeps 10.4 GiB of 70.0 GiB",
+    ),
     "length": ("long_cot_32b", ("policy.max_tokens_per_gpu=8447",), "33,792 tokens is longer"),
     "own length": (
         "long_cot_32b",
@@ -234,6 +239,17 @@ def test_servers_without_gpus_are_refused() -> None:
     config = override(Config(), ["policy.hf_checkpoint=Qwen3-8B", "rollout.engine=sglang"])
     with pytest.raises(UserError, match="give --rollout-gpus"):
         make_plan(config, Cluster(8, 0))
+
+
+def test_blocks_of_fp8_that_a_run_would_split_have_no_plan() -> None:
+    """Experts of Qwen3-30B-A3B are 768 wide, the MLP of Qwen2.5-14B 13,824 on eight ranks."""
+    servers = "sglang.weights=fp8_uncorrected"
+    with pytest.raises(UserError, match="a server of 4 GPUs would hold"):
+        planned("long_cot_30b_a3b", servers)
+    assert not planned("long_cot_30b_a3b", servers, "sglang.server_args=--ep-size 4").faults
+    rounded = ("policy.weight_quantization=fp8", "policy.tensor_model_parallel_size=8")
+    with pytest.raises(UserError, match="tensor_model_parallel_size=8 splits"):
+        planned("short_cot_14b", *rounded)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe"])

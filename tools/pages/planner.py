@@ -15,8 +15,9 @@ from megatron_stare.config import Config, override
 from megatron_stare.config.rollout import MEMORY_SHARE
 from megatron_stare.planning import calibration
 from megatron_stare.planning.machine import H100
-from megatron_stare.planning.plan import GIB, RunPlan, make_plan, placements, stage_counts_alike
+from megatron_stare.planning.plan import GIB, RunPlan, make_plan, placements
 from megatron_stare.planning.serving import static_share
+from megatron_stare.planning.suggest import stage_counts_alike
 from megatron_stare.planning.tables import (
     BASIS,
     SUMMARY_HEADER,

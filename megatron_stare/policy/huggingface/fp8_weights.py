@@ -119,9 +119,9 @@ class RoundedWeights:
     ) -> None:
         """UserError: there is nothing to round, or ranks would split blocks."""
         self.held: list[tuple[Tensor, ParameterMapping]] = []
+        check_trainer(hf, policy)
         if policy.weight_quantization == "none":
             return
-        _check_trainer(hf, policy)
         parameters = named_parameters(list(chunks))
         for entry in _entries(hf, policy.weight_quantization == EXPERTS_ONLY):
             if entry.megatron in parameters:
@@ -159,8 +159,12 @@ def _part_shape(entry: ParameterMapping, number: int, ways: int) -> tuple[int, i
     return rows // (min(ways, entry.groups) if entry.layout == "qkv" and number else ways), columns
 
 
-def _check_trainer(hf: PretrainedConfig, policy: PolicyConfig) -> None:
-    """Ranks split a matrix between its blocks; what no rank splits may end inside a block."""
+def check_trainer(hf: PretrainedConfig, policy: PolicyConfig) -> None:
+    """UserError, of policy.weight_quantization: ranks would split a matrix inside a block. What no
+    rank splits may end inside one.
+    """
+    if policy.weight_quantization == "none":
+        return
     asked = f"policy.weight_quantization={policy.weight_quantization}"
     experts_only = policy.weight_quantization == EXPERTS_ONLY
     if experts_only and not any(sparse_layers(hf)):

@@ -170,10 +170,13 @@ def _from_hub(model: str, target: Path) -> int:
         RepositoryNotFoundError,
     )
 
-    patterns = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "LICENSE*", "*.txt"]
+    from megatron_stare.policy.huggingface.files import FURTHER
+
+    patterns = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt", *FURTHER]
+    twice = ["consolidated*"]  # Mistral's directories have the weights in its own names too
     partial = target.with_name(f".{target.name}.of_{model.replace('/', '--')}")
     try:
-        snapshot_download(model, local_dir=partial, allow_patterns=patterns)
+        snapshot_download(model, local_dir=partial, allow_patterns=patterns, ignore_patterns=twice)
         partial.replace(target)
     except RepositoryNotFoundError:
         raise UserError(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_stare.__main__ import main
@@ -83,7 +84,18 @@ def test_a_failed_fetch_is_one_line(
 def test_an_interrupted_download_from_the_hub_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def download(model: str, local_dir: Path, allow_patterns: list[str]) -> None:
+    # Of a model with a tokenizer in Python, and of one with Mistral's own files.
+    wanted = {
+        *("config.json", "model-1-of-1.safetensors", "tiktoken.model", "tokenization_mine.py"),
+        *("LICENSE", "chat_template.jinja", "tekken.json"),
+    }
+    others = {"README.md", "consolidated.safetensors", "figures/score.png"}
+
+    def download(
+        model: str, local_dir: Path, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> None:
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        assert set(filter_repo_objects(wanted | others, **patterns)) == wanted
         local_dir.mkdir(exist_ok=True)
         if not (local_dir / "config.json").is_file():
             (local_dir / "config.json").write_text("{}")

@@ -34,6 +34,7 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "tekken.json",  # Mistral's own tokenizer
     "chat_template.jinja",
     "chat_template.json",
     "preprocessor_config.json",  # these three belong to vision-language models
@@ -41,6 +42,8 @@ COMPANIONS = (
     "processor_config.json",
 )
 TEMPLATES = "additional_chat_templates"  # a folder: one more template a file, as for tools
+# Licences, which must go with the weights, and the code that auto_map of config.json names.
+FURTHER = ("LICEN[CS]E*", "NOTICE*", "USE_POLICY*", "*.py")
 LAYOUT, INDEX, SINGLE = "hf_layout.json", "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _CODES = {dtype: code for code, dtype in DTYPES.items()} | {torch.float8_e4m3fn: "F8_E4M3"}
@@ -188,8 +191,11 @@ def default_layout(sizes: dict[str, int], file_bytes: int = 5 << 30) -> Director
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Tokenizer, chat templates and generation defaults, as far as `source` has them."""
-    for name in COMPANIONS:
+    """Tokenizer, chat templates, generation defaults, licences and Python code, as far as `source`
+    has them.
+    """
+    further = [file.name for pattern in FURTHER for file in source.glob(pattern)]
+    for name in (*COMPANIONS, *further):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     if (source / TEMPLATES).is_dir():

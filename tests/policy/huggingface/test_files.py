@@ -59,6 +59,18 @@ def test_every_chat_template_is_copied(tmp_path: Path) -> None:
         assert copied.apply_chat_template(question, tools=given, tokenize=False) == expected
 
 
+def test_licences_and_the_code_that_the_config_names_are_copied(tmp_path: Path) -> None:
+    """With trust_remote_code=True transformers and servers open the files of auto_map."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    kept = {"LICENSE", "LICENSE-MODEL", "NOTICE.txt", "USE_POLICY.md", "configuration_mine.py"}
+    for folder in (source, target):
+        folder.mkdir()
+    for name in (*kept, "README.md", "model.safetensors"):
+        (source / name).write_text(name)
+    copy_companions(source, target)
+    assert {file.name for file in target.iterdir()} == kept
+
+
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     for count in (2, 3):
         save_file(ONE, tmp_path / f"model-00001-of-{count:05d}.safetensors")

@@ -80,7 +80,7 @@ def quantize(options: QuantizeOptions) -> QuantizationError:
             split = _with_responses(split, model, options)
         if by_modelopt:
             model = quantization.quantize_model(model, options.format, split.calibration)
-            quantization.export_model(model, directory)
+            quantization.export_model(model, options.source, directory)
         else:
             quantize_blocks(options.source, directory, hf, options.format)
         del model

@@ -237,8 +237,11 @@ def quantize_model(
     return model
 
 
-def export_model(model: PreTrainedModel, target: Path) -> None:
-    """Write a model of `quantize_model` to the directory `target`, which uses it up."""
+def export_model(model: PreTrainedModel, source: Path, target: Path) -> None:
+    """Write a model of `quantize_model` to the directory `target`, which uses it up. config.json is
+    that of `source` with the number format added: modelopt's has the names of transformers 5, and
+    transformers 4 finds no rope_theta in it and takes its own default.
+    """
     _, export, _ = require_modelopt()
     # modelopt asks for it; an old config.json may lack it.
     model.config.architectures = [type(model).__name__]
@@ -246,6 +249,11 @@ def export_model(model: PreTrainedModel, target: Path) -> None:
         export(model, export_dir=target)
     for file in target.glob("*.safetensors"):  # safetensors makes its files private to this user
         file.chmod((target / "config.json").stat().st_mode)
+    written = json.loads((target / "config.json").read_text())
+    content = json.loads((source / "config.json").read_text())
+    content |= {name: written[name] for name in ("architectures", "quantization_config")}
+    (target / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+    hf_files.set_dtype(target, model.dtype)
 
 
 def share_scales(model: PreTrainedModel) -> None:

@@ -46,6 +46,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = write_checkpoint(
         directory / "source", tiny_config("qwen2", vocab_size=257, max_position_embeddings=96)
     )
+    config = json.loads((source / "config.json").read_text())  # in the names of transformers 4
+    config |= {**config.pop("rope_parameters"), "torch_dtype": config.pop("dtype")}
+    del config["rope_type"]
+    (source / "config.json").write_text(json.dumps(config))
     byte_tokenizer().save_pretrained(source)
     GenerationConfig(do_sample=True, top_k=20, temperature=0.7, eos_token_id=0).save_pretrained(
         source
@@ -84,6 +88,9 @@ def test_a_target_holds_weights_tokenizer_and_settings(
         "generation_config.json",
     ):
         assert (target / name).read_bytes() == (source / name).read_bytes()
+    config = json.loads((target / "config.json").read_text())
+    assert config.pop("quantization_config")["quant_algo"] == "FP8"
+    assert config == json.loads((source / "config.json").read_text())
     assert AutoTokenizer.from_pretrained(target).encode("2 and 4") == byte_tokenizer().encode(
         "2 and 4"
     )

@@ -72,7 +72,7 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 def exported(source: Path, target: Path, format_name: str) -> dict[str, torch.Tensor]:
     """The tensors of an export to `target`."""
     model = quantization.quantize_model(quantization.load_model(source), format_name, CALIBRATION)
-    quantization.export_model(model, target)
+    quantization.export_model(model, source, target)
     return tensors_of(target)
 
 
@@ -132,7 +132,7 @@ def test_the_export_computes_what_modelopt_simulates(
     model = quantization.quantize_model(quantization.load_model(source), format_name, CALIBRATION)
     requantize_resmooth_fused_llm_layers(model)  # the export's first step
     simulated = logits(model)
-    quantization.export_model(model, tmp_path / "target")
+    quantization.export_model(model, source, tmp_path / "target")
     read_back = logits(load_exported(tmp_path / "target"))
     torch.testing.assert_close(read_back, simulated, atol=1e-4, rtol=0)
     assert (read_back - logits(quantization.load_model(source))).abs().max() > 0.1

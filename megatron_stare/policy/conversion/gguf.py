@@ -7,6 +7,7 @@ settings that it has no name for; here they are understood or refused.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def gguf_to_hf(source: Path, target: Path, dtype: torch.dtype = torch.float32) -
     with atomic_directory(target) as partial:
         hf_files.write_file(partial / hf_files.SINGLE, shapes, rounded, {"format": "pt"})
         config.save_pretrained(partial)
+        _add_old_names(partial / "config.json")
         tokenizer.save_pretrained(partial)
         try:
             check_agreement(Checkpoint(str(partial)), build.read_hf_config(str(partial)))
@@ -46,6 +48,16 @@ def gguf_to_hf(source: Path, target: Path, dtype: torch.dtype = torch.float32) -
                 f"SOURCE {source} cannot be converted as transformers reads it ({error})"
             ) from None
     return sum(hf_files.sizes_of(shapes).values())
+
+
+def _add_old_names(file: Path) -> None:
+    """Add the fields in which transformers 4 looks for RoPE: without them it takes its defaults."""
+    content = json.loads(file.read_text())
+    rope = content["rope_parameters"]
+    content["rope_theta"] = rope["rope_theta"]
+    if rope.get("rope_type", "default") != "default":
+        content["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def _read(source: Path) -> tuple[Any, Any, dict[str, Tensor]]:

@@ -1,5 +1,6 @@
 """GGUF files, written here tensor by tensor from a tiny model, as Hugging Face directories."""
 
+import json
 import math
 
 import pytest
@@ -130,6 +131,8 @@ def test_the_rope_scaling_of_llama_3_is_kept(tmp_path):
     gguf_to_hf(tmp_path / "scaled.gguf", tmp_path / "hf")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     assert again.config.rope_parameters == LLAMA3_ROPE
+    old_names = json.loads((tmp_path / "hf" / "config.json").read_text())  # transformers 4 has them
+    assert old_names["rope_scaling"] | {"rope_theta": old_names["rope_theta"]} == LLAMA3_ROPE
     assert torch.equal(again.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
     factors[4] *= 1.1
     write_gguf(model, tmp_path / "other.gguf", more=add)

@@ -51,12 +51,14 @@ def read_hf_config(directory: str, setting: str = "policy.hf_checkpoint") -> Pre
     if not (Path(directory) / "config.json").is_file():
         remedy = from_hub(directory) or "; give a Hugging Face model directory"
         raise UserError(f"{setting}={directory}: no config.json there{remedy}")
+    alone = {"local_files_only": True, "trust_remote_code": False}  # None: it asks at the terminal
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = AutoConfig.from_pretrained(directory, **alone)
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
-        raise UserError(
-            f"{directory}/config.json is refused by transformers: {' '.join(str(error).split())}"
-        ) from None
+        reason = " ".join(str(error).split())
+        if "trust_remote_code" in reason:
+            reason = "only Python code next to it knows its model_type, and no such code runs here"
+        raise UserError(f"{directory}/config.json is refused by transformers: {reason}") from None
     config = text_config(config)
     if config.model_type not in FAMILIES:
         raise UserError(

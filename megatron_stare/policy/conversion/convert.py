@@ -59,7 +59,7 @@ def hf_to_megatron(
     UserError: the source is damaged, disagrees with its config.json, or the target cannot be
     written.
     """
-    hf = build.read_hf_config(str(source))
+    hf = build.read_hf_config(str(source), "SOURCE")
     checkpoint = Checkpoint(str(source))
     check_agreement(checkpoint, hf)
     table = name_table(hf)

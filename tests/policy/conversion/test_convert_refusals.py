@@ -52,7 +52,7 @@ INVERSE = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 
 MALFORMED = {
-    "no config.json": (lambda s: (s / "config.json").unlink(), "config.json"),
+    "no config.json": (lambda s: (s / "config.json").unlink(), "SOURCE="),
     "config.json is not JSON": (lambda s: (s / "config.json").write_text("{"), "config.json"),
     "a foreign architecture": (lambda s: edit_config(s, model_type="bloom"), "model_type"),
     "no weights": (lambda s: (s / "model.safetensors").unlink(), "safetensors"),
@@ -201,6 +201,20 @@ def test_a_megatron_checkpoint_runs_no_code(sources, alone, tmp_path, capsys):
     command = ["convert", "megatron-to-hf", str(tmp_path / "megatron"), str(tmp_path / "hf")]
     refused(capsys, command, ".metadata is damaged", "io.open does not belong there")
     assert not (tmp_path / "ran").exists()
+
+
+def test_no_code_of_a_model_runs_even_if_the_user_is_asked(tmp_path, capsys, monkeypatch):
+    """transformers asks at a terminal, with the model's name alone."""
+    source, marker = tmp_path / "source", tmp_path / "ran"
+    source.mkdir()
+    auto_map = {"AutoConfig": "configuration_mine.Mine"}
+    content = {"model_type": "of_nobody", "auto_map": auto_map}
+    (source / "config.json").write_text(json.dumps(content))
+    (source / "configuration_mine.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    command = ["convert", "hf-to-megatron", str(source), str(tmp_path / "target")]
+    refused(capsys, command, "knows its model_type, and no such code runs here")
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize(

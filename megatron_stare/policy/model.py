@@ -69,6 +69,11 @@ class PolicyModel:
         self.runnable: list[Any] = [Float16Module(c.config, c) if half else c for c in self.chunks]
         build.keep_precise(self.chunks)
         if model_state.is_distributed(hf_checkpoint):
+            if model_state.common_state(Path(hf_checkpoint)).get("adapters"):
+                raise UserError(
+                    f"{hf_checkpoint} holds adapters without their base; merge them first: "
+                    f"convert megatron-to-hf {hf_checkpoint} TARGET, and give TARGET"
+                )
             model_state.into_model(self.chunks, Path(hf_checkpoint), topology)
         else:
             hf_weights.load_hf(self.chunks, hf_checkpoint, self.hf, topology)

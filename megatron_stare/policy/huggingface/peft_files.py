@@ -33,6 +33,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias"), (False, None)),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({}, None)),
     **dict.fromkeys(("modules_to_save", "layers_to_transform", "layer_replication"), (None, [])),
+    # The other ways to begin (pissa, olora, corda, loftq, lora_ga) also change the base weights.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
 
 

@@ -172,6 +172,7 @@ def test_a_directory_of_peft_itself_is_a_start(run: Path, tmp_path: Path) -> Non
         ({"use_rslora": True}, {}, "has use_rslora=True, which is not supported"),
         ({"rank_pattern": {"q_proj": 8}}, {}, "has rank_pattern={'q_proj': 8}"),
         ({"bias": "all"}, {}, "has bias=all"),
+        ({"init_lora_weights": "pissa_niter_4"}, {}, "has init_lora_weights=pissa_niter_4"),
     ],
 )
 def test_another_start_is_refused(
@@ -189,6 +190,12 @@ def test_another_start_is_refused(
     with pytest.raises(UserError) as error:
         found.check(tiny_config("qwen2_tied", vocab_size=71), config)
     assert message in str(error.value)
+
+
+def test_a_run_does_not_start_from_the_checkpoint_of_adapters(run: Path) -> None:
+    with pytest.raises(UserError, match=r"adapters without their base; .* megatron-to-hf .*/run"):
+        actor_of(run / "run", "fp32", ())
+    topologies.stop()
 
 
 def test_a_directory_of_another_model_is_refused(run: Path, tmp_path: Path) -> None:

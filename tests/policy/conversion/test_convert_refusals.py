@@ -208,7 +208,7 @@ def test_no_code_of_a_model_runs_even_if_the_user_is_asked(tmp_path, capsys, mon
     source, marker = tmp_path / "source", tmp_path / "ran"
     source.mkdir()
     auto_map = {"AutoConfig": "configuration_mine.Mine"}
-    content = {"model_type": "of_nobody", "auto_map": auto_map}
+    content = {"model_type": "unheard_of", "auto_map": auto_map}
     (source / "config.json").write_text(json.dumps(content))
     (source / "configuration_mine.py").write_text(f"open({str(marker)!r}, 'w')\n")
     monkeypatch.setattr("builtins.input", lambda question: "y")

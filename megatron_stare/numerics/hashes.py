@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Elements at a time: the words of so few stay in a CPU's cache, and a GPU is busy with so many.
+# Elements at a time: a CPU's cache holds the words of few, and a GPU needs many at once.
 CHUNK_ON_CPU, CHUNK_ON_GPU = 1 << 18, 1 << 20
 # As signed 64-bit words, which is what torch has; products and sums wrap around on every device.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)

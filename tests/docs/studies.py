@@ -94,6 +94,20 @@ STUDIES = {
     f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_paper,stare_adaptive,stare_2_percent "
     "--seeds 0 train.num_rollout=75 run.keep_every=25 "
     "run.dir=runs/smollm2_135m_variants": VALID_ARMS,
+    f".venv/bin/{PYTHON} compare smollm2_135m --losses stare_paper --seeds 1,2 "
+    "train.num_rollout=75 run.keep_every=25 run.dir=runs/smollm2_135m_variants": VALID_ARMS,
+    **{
+        f".venv/bin/python benchmarks/study.py runs/smollm2_135m_losses/seed{seed}/grpo_ds "
+        f"runs/smollm2_135m_variants/seed{seed}/stare_paper "
+        f"runs/smollm2_135m_losses/seed{seed}/stare --curve entropy,reward,signal_fraction": Run(
+            needs=(UNPACK,)
+        )
+        for seed in (1, 2)
+    },
+    ".venv/bin/python benchmarks/study.py runs/smollm2_135m_variants/seed1/stare_paper "
+    "runs/smollm2_135m_variants/seed2/stare_paper --curve gate,rising_share_positive": Run(
+        needs=(UNPACK,)
+    ),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_control/seed0/bonus "
     "--curve entropy,entropy_coefficient": Run(needs=(UNPACK,)),
     ".venv/bin/python benchmarks/study.py runs/smollm2_135m_repo/seed0/repo_r "

@@ -3,12 +3,13 @@
 slime: {"prompt": str | [messages], "label": str, "metadata": {...}}
 verl:  {"prompt": [messages], "data_source": str, "reward_model": {"ground_truth": str},
         "extra_info": {...}}
-Both may have "tools": [JSON schemas of functions]. Tools and metadata may be JSON text.
+Both may have "tools": [JSON schemas of functions]. Messages, tools and metadata may be JSON text.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from typing import Any
 
 from megatron_stare.config import DATA_SOURCE, DataConfig, UserError
 from megatron_stare.data.sources import RawRow, raw_rows
+
+_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(?:role|content)"\s*:')  # as JSON text
 
 
 @dataclass(frozen=True)
@@ -170,8 +173,10 @@ def metadata_of(row: dict[str, Any], config: DataConfig) -> dict[str, Any]:
 
 
 def _prompt(value: Any, key: str) -> str | list[dict[str, Any]]:
-    if isinstance(value, str) and value:
+    """A text, or messages, which a table may hold as JSON text. BadRow: neither."""
+    if isinstance(value, str) and value and not _MESSAGES.match(value):
         return value
+    value = _decoded(value, key)
     if isinstance(value, list) and value:
         for message in value:
             if (

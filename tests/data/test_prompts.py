@@ -237,6 +237,18 @@ def test_text_is_encoded_as_it_stands_and_messages_through_the_template(tmp_path
     assert (prompts[1].label, prompts[1].metadata) == ("4", metadata)
 
 
+def test_messages_may_be_json_text(tmp_path):
+    """As in tables, whose columns give every message the fields of all others."""
+    rows = [VERL, VERL | {"prompt": json.dumps(VERL["prompt"])}]
+    rows += [SLIME | {"prompt": '[{"x": 1}] is a list. What is x?'}]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    (first, second, third), _ = load_prompts(path, byte_tokenizer(), DataConfig())
+    assert first.text == second.text and first.messages == second.messages
+    assert third.text == rows[2]["prompt"]
+    torn = VERL | {"prompt": '[{"role": "user", "content": "2'}
+    assert "field 'prompt' is text but no JSON" in refusal(jsonl(tmp_path / "b.jsonl", [torn]))
+
+
 def test_messages_need_a_chat_template(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [SLIME, SLIME_CHAT])
     assert "row 2" in refusal(path, byte_tokenizer(chat=False))

@@ -18,6 +18,7 @@ where the label alone does not.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import re
 import sys
@@ -110,6 +111,7 @@ def math(
     """
     answer = extract(response, extraction, tag)
     gold = last_boxed(label) or label.rpartition("####")[2] or label  # GSM8K: solution #### 12
+    gold = _all_answers(gold)
     with _exhaustion() as exhausted:
         try:
             if answer is None and extraction == "any":
@@ -135,6 +137,17 @@ def math(
         return judged(right, answer)
     why = f"{exhausted[0]} while comparing"
     return judged(False, answer, why) if _can_be_read(gold) else unverifiable(why, answer)
+
+
+def _all_answers(label: str) -> str:
+    """A label of several answers in one text; OlympiadBench has them as a list of texts."""
+    try:
+        found = json.loads(label) if label.startswith("[") else None
+    except ValueError:
+        return label
+    if not found or not all(isinstance(one, str) for one in found):
+        return label
+    return ", ".join(one.strip(" $") for one in found)
 
 
 def _can_be_read(gold: str) -> bool:

@@ -274,6 +274,15 @@ def test_a_label_may_have_a_bare_unit(label):
     assert not equal("13", label) and not equal("12x", label)
 
 
+def test_a_label_may_be_a_list_of_several_answers():
+    for answer in ("2, 3", "2,3", "3, 2", r"\{2, 3\}", r"x = 2 \text{ or } x = 3"):
+        assert math(rf"\boxed{{{answer}}}", '["2", "$3$"]', {}).verdict == "correct", answer
+    for answer in ("2", "3", "2, 4", "2, 3, 4"):
+        assert math(rf"\boxed{{{answer}}}", '["2", "$3$"]', {}).verdict == "wrong", answer
+    assert math(r"\boxed{\frac12}", '["$\\\\frac{1}{2}$"]', {}).verdict == "correct"
+    assert math(r"\boxed{[2, 3]}", "[2, 3]", {}).verdict == "correct"
+
+
 def test_nested_boxes_are_one_box():
     assert math(r"So \boxed{\boxed{4}}", "4", {}).value == 1.0
     assert math(r"So \boxed{ \boxed{\frac{1}{2}} }.", "0.5", {}).value == 1.0

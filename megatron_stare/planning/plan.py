@@ -26,11 +26,10 @@ from megatron_stare.planning.shapes import (
 )
 from megatron_stare.planning.work import Tokens, Training, training
 from megatron_stare.policy.adapters import check as check_adapters
-from megatron_stare.policy.huggingface.fp8_weights import check_trainer
+from megatron_stare.policy.huggingface.fp8_weights import check_trainer, encoded_matrices
 from megatron_stare.policy.huggingface.shape import Shape, shape_of
 from megatron_stare.policy.topology import expert_tensor_size
 from megatron_stare.recipes import Cluster
-from megatron_stare.sync.served_engine import encoded_matrices
 
 GIB = 2.0**30
 HOST_PROCESS_BYTES = 5 * GIB  # a rank's process with torch and its libraries
@@ -171,7 +170,8 @@ def make_plan(
     check_adapters(hf, dataclasses.replace(config.adapters, start=""), config.policy)
     if not counts:
         check_trainer(hf, config.policy)
-        check_servers(config)
+        if config.rollout.engine == "sglang":
+            encoded_matrices(config, hf)
     shape, group = shape_of(hf), sizes(config.policy, cluster.trainer_gpus)
     stages = tuple(counts or stage_counts(hf, config.policy, cluster.trainer_gpus))
     rollout = config.rollout
@@ -318,12 +318,6 @@ def _server_fault(plan: RunPlan) -> str:
         f"{plan.serving.cache / GIB:.1f} GiB left, too little for one of the longest sequences; "
         "raise sglang.gpus_per_server"
     )
-
-
-def check_servers(config: Config) -> None:
-    """UserError: started servers that would split blocks of FP8 weights."""
-    if config.rollout.engine == "sglang":
-        encoded_matrices(config, model_shape(config.policy.hf_checkpoint))
 
 
 def placements(config: Config, cluster: Cluster) -> list[tuple[Config, Cluster]]:

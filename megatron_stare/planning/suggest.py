@@ -11,9 +11,9 @@ from megatron_stare.config import Config, PolicyConfig, UserError, differences
 from megatron_stare.config.rules import check
 from megatron_stare.config.section import written
 from megatron_stare.planning.machine import H100, Machine
-from megatron_stare.planning.plan import RunPlan, check_servers, make_plan, placements
+from megatron_stare.planning.plan import RunPlan, make_plan, placements
 from megatron_stare.planning.shapes import RankCounts, model_shape, stage_counts
-from megatron_stare.policy.huggingface.fp8_weights import check_trainer
+from megatron_stare.policy.huggingface.fp8_weights import check_trainer, encoded_matrices
 from megatron_stare.policy.huggingface.shape import Shape, shape_of
 from megatron_stare.recipes import Cluster
 
@@ -32,7 +32,8 @@ def suggest(
     context and expert sizes in powers of two, no recomputation, that of MLPs and experts, and that
     of everything, and budgets of one and of two of the longest sequences.
     """
-    check_servers(config)
+    if config.rollout.engine == "sglang":  # the same for every layout
+        encoded_matrices(config, model_shape(config.policy.hf_checkpoint))
     best: RunPlan | None = None
     for policy, gpus in _layouts(config, cluster.trainer_gpus, machine):
         if config.sglang.colocated and gpus < config.sglang.gpus_per_server:

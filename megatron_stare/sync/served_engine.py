@@ -12,7 +12,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,17 +19,15 @@ from typing import Any, Literal
 
 import numpy
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.config import Config, EngineError, SGLangConfig, UserError
 from megatron_stare.policy.adapters import AdaptedWeights
 from megatron_stare.policy.build import read_hf_config
 from megatron_stare.policy.huggingface.files import copy_companions
 from megatron_stare.policy.huggingface.fp8_weights import (
-    EXPERTS_ONLY,
     EncodedWeights,
-    block_matrices,
-    check_server,
+    encoded_matrices,
     quantization_config,
 )
 from megatron_stare.policy.huggingface.peft_files import peft_config
@@ -79,7 +76,7 @@ class ServedEngine:
         self.pool: SGLangPool | None = None
         self._weights: Iterable[tuple[str, Tensor]] = ()
         self._progress: object = None  # at the last look
-        self._encoded = encoded_matrices(config)
+        self._encoded = encoded_matrices(config, read_hf_config(config.policy.hf_checkpoint))
         self._adapted: AdaptedWeights | None = None  # where servers apply adapters
         self._on_first(lambda: self._start(config, tokenizer))
         if self.colocated:
@@ -346,7 +343,8 @@ def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
             f"policy.hf_checkpoint={checkpoint} is a Megatron checkpoint, from which no SGLang "
             "server can start; convert megatron-to-hf first, or set rollout.engine=embedded"
         )
-    content, encoded, start = read_config(checkpoint), encoded_matrices(config), ""
+    content, hf, start = read_config(checkpoint), read_hf_config(checkpoint), ""
+    encoded = encoded_matrices(config, hf)
     if encoded:
         start = str(Path(config.run.dir) / "servers" / "fp8_model")
         hf = read_hf_config(checkpoint)
@@ -359,7 +357,7 @@ def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
         )
     adapters: dict[str, Any] = {}
     if config.adapters.apart:
-        adapters = peft_config(read_hf_config(checkpoint), config.adapters, checkpoint)
+        adapters = peft_config(hf, config.adapters, checkpoint)
     return Model(
         checkpoint,
         _DTYPES[config.policy.dtype],
@@ -372,24 +370,6 @@ def served_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> Model:
         start=start,
         adapters=adapters,
     )
-
-
-def encoded_matrices(config: Config, hf: PretrainedConfig | None = None) -> frozenset[str]:
-    """Names of the weights that servers of this run hold in blocks of E4M3. `hf`: the policy's
-    config.json, if it has been read. UserError: the servers that the run starts would split them
-    inside a block.
-    """
-    if config.sglang.weights == "policy":
-        return frozenset()
-    hf = hf or read_hf_config(config.policy.hf_checkpoint)
-    experts_only = config.policy.weight_quantization == EXPERTS_ONLY
-    encoded = block_matrices(hf, experts_only=experts_only)
-    if not config.sglang.urls and not config.sglang.router_url:
-        gpus, arguments = config.sglang.gpus_per_server, config.sglang.server_args
-        spread = re.search(r"--(?:ep|ep-size|expert-parallel-size)[ =](\d+)", arguments)
-        experts = gpus // int(spread[1]) if spread else gpus
-        check_server(hf, encoded, gpus, experts, f"sglang.weights={config.sglang.weights}")
-    return encoded
 
 
 def write_start(model: Model) -> None:

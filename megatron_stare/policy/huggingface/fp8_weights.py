@@ -16,6 +16,7 @@ them of a stream of weights on its way. Encoding W gives W to the last bit.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from megatron_stare.config import PolicyConfig, UserError
+from megatron_stare.config import Config, PolicyConfig, UserError
 from megatron_stare.policy.huggingface.block_fp8 import BLOCK, SCALE, decode, encode, rounded
 from megatron_stare.policy.huggingface.families import (
     has_delta_nets,
@@ -157,6 +158,23 @@ def _part_shape(entry: ParameterMapping, number: int, ways: int) -> tuple[int, i
     if entry.layout == "replicated":
         return rows, columns
     return rows // (min(ways, entry.groups) if entry.layout == "qkv" and number else ways), columns
+
+
+def encoded_matrices(config: Config, hf: PretrainedConfig) -> frozenset[str]:
+    """Names of the weights that servers of this run hold in blocks of E4M3. UserError: the servers
+    that the run starts would split them inside a block.
+    """
+    servers = config.sglang
+    if servers.weights == "policy":
+        return frozenset()
+    experts_only = config.policy.weight_quantization == EXPERTS_ONLY
+    encoded = block_matrices(hf, experts_only=experts_only)
+    if not servers.urls and not servers.router_url:
+        gpus, arguments = servers.gpus_per_server, servers.server_args
+        spread = re.search(r"--(?:ep|ep-size|expert-parallel-size)[ =](\d+)", arguments)
+        experts = gpus // int(spread[1]) if spread else gpus
+        check_server(hf, encoded, gpus, experts, f"sglang.weights={servers.weights}")
+    return encoded
 
 
 def check_trainer(hf: PretrainedConfig, policy: PolicyConfig) -> None:

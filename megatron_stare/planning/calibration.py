@@ -32,6 +32,7 @@ HEADER = ("case", "published", "planned before", "planned", "planned / published
 TRAINED = "policy.dtype=bf16 policy.use_distributed_optimizer=true "
 GRPO = TRAINED + "rollout.engine=sglang loss.kl_loss_coef=0.01 data.rollout_max_prompt_len=512 "
 COLOCATED = "sglang.colocated=true sglang.sync_method=tensor policy.offload_while_generating=true "
+GPU_BYTES = 81559 * 2**20  # of an H100, which vLLM's shares are of; a plan counts with less
 OFF = "rollout.asynchrony=one_step_off "
 STAGES_235B = (
     "policy.pipeline_model_parallel_size=8 policy.num_layers_in_first_pipeline_stage=11 "
@@ -58,7 +59,8 @@ class Cited:
     def planned(self) -> float:
         """The planner's seconds of a GRPO step."""
         limit, mean = self.lengths
-        machine = dataclasses.replace(H100, static_share=self.share)
+        share = self.share * GPU_BYTES / H100.memory_bytes
+        machine = dataclasses.replace(H100, static_share=share)
         config = self.config(
             f"{GRPO}rollout.rollout_batch_size={self.sequences // 32} "
             f"rollout.n_samples_per_prompt=32 rollout.rollout_max_response_len={limit - 512} "

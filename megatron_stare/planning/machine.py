@@ -40,7 +40,7 @@ class Machine:
     link_share: float = 0.70
     decode_share: float = 0.75  # memory rate while decoding
     decode_latency: float = 4.5e-3  # (c) seconds of a decoding step in RL: scheduler and sampler
-    decode_layer: float = 85e-6  # (c) seconds of a layer of a decoding step for launches
+    decode_layer: float = 90e-6  # (c) seconds of a layer of a decoding step for launches
     collective_latency: float = 15e-6  # seconds of one small all-reduce in a node
     network_latency: float = 130e-6  # (c) the same between nodes
     router_skew: float = 0.2  # (c) of a decoding step's choices of experts, the independent part

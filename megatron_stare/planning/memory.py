@@ -220,13 +220,15 @@ def served_bytes(shape: Shape, config: Config) -> float:
 
 
 def cache_bytes_per_token(shape: Shape, config: Config) -> float:
-    """Keys and values of one token on one GPU of a server; one byte each in an FP8 cache. All heads
-    read one latent vector, which every GPU of a server keeps whole.
+    """Keys and values of one token on one GPU of a server; one byte each in an FP8 cache. A GPU
+    keeps whole heads: a server of more GPUs than key-value heads has copies of them. All heads read
+    one latent vector, which every GPU of a server keeps whole.
     """
     size = 1 if re.search(r"--kv-cache-dtype[ =]fp8", config.sglang.server_args) else 2
     if shape.latent:
         return size * shape.layers * shape.latent
-    return 2 * size * shape.attention_layers * shape.key / config.sglang.gpus_per_server
+    width = max(shape.key / config.sglang.gpus_per_server, shape.head_width)
+    return 2 * size * shape.attention_layers * width
 
 
 def state_bytes(shape: Shape, config: Config) -> float:

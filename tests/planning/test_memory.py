@@ -46,3 +46,11 @@ def test_only_the_caches_own_argument_makes_it_fp8() -> None:
     ):
         config = override(Config(), [f"sglang.server_args={words}"])
         assert cache_bytes_per_token(shape, config) == 48 * 2 * size * 128 * 4
+
+
+def test_a_servers_gpu_keeps_whole_heads() -> None:
+    """The four key-value heads are divided among up to four GPUs; eight keep each head twice."""
+    shape = shape_of(model_shape("Qwen3-30B-A3B"))
+    for gpus, heads in ((1, 4), (2, 2), (4, 1), (8, 1)):
+        config = override(Config(), [f"sglang.gpus_per_server={gpus}"])
+        assert cache_bytes_per_token(shape, config) == 48 * 2 * 2 * 128 * heads

@@ -121,7 +121,7 @@ class Actor(PolicyModel):
             "lr": float(self.optimizer.param_groups[0]["lr"]),
         }
         if self.routers is not None:
-            metrics |= self.routers.load().metrics()
+            metrics |= self.routers.load_metrics()
         return metrics, self.with_statistics(batch, found)
 
     def token_gradient(self, batch: TokenBatch, loss: BoundLoss, signals: Signals) -> Tensor:

@@ -34,7 +34,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -138,8 +137,11 @@ class Routers:
         )
         return dataclasses.replace(batch, microbatches=microbatches)
 
-    def load(self) -> ExpertLoad:
-        """Load of all layers over all ranks, as the routers chose at the last `at`. Collective."""
+    def _load(self) -> tuple[Tensor, Tensor, list[float]]:
+        """Over all ranks, as the routers chose at the last `at`: tokens and summed probability
+        [L, E] of the experts of all layers; and how many of the given choices the routers would
+        have made themselves, and were given. Collective.
+        """
         layers, experts = len(self.shape.layers), self.shape.experts
         device = runtime.device()
         counts = torch.zeros((2, layers, experts), dtype=torch.float64, device=device)
@@ -149,14 +151,35 @@ class Routers:
             agreement += layer.agreement
         everything = torch.cat([counts.flatten(), agreement])
         dist.all_reduce(everything)  # every position of every layer lies on one rank
-        tokens, mass = everything[:-2].view(2, layers, experts)
-        return ExpertLoad(tokens, mass, self.shape.top_k, *everything[-2:].tolist())
+        tokens_LE, mass_LE = everything[:-2].view(2, layers, experts)
+        return tokens_LE, mass_LE, everything[-2:].tolist()
+
+    def load_metrics(self) -> dict[str, float]:
+        """Metrics of the last `at`. expert_load_max: tokens of the busiest expert of any layer over
+        the mean of its layer; expert_load_unused: share of experts without a token; expert_balance:
+        mean over layers, without a coefficient; routing_agreement: share of the replayed choices
+        that the routers would have made themselves. Collective.
+        """
+        tokens_LE, mass_LE, (alike, given) = self._load()
+        experts, top_k = self.shape.experts, self.shape.top_k
+        count_L = tokens_LE.sum(1).clamp(min=1) / top_k
+        mean_L1 = (count_L * top_k / experts)[:, None]
+        share_LE = tokens_LE / (top_k * count_L[:, None])
+        balance_L = experts * (share_LE * mass_LE / count_L[:, None]).sum(1)
+        unused = (tokens_LE == 0).double().mean()
+        found = torch.stack([(tokens_LE / mean_L1).max(), unused, balance_L.mean()]).tolist()
+        names = ("expert_load_max", "expert_load_unused", "expert_balance")
+        metrics = dict(zip(names, found, strict=True))
+        if given:
+            metrics["routing_agreement"] = alike / given
+        return metrics
 
     def with_tokens(self, batch: TokenBatch) -> TokenBatch:
         """The batch with the tokens that each expert of this rank's layers got at the last `at`,
         from all ranks. Collective.
         """
-        return dataclasses.replace(batch, expert_tokens_LE=self.load().tokens_LE[self.places])
+        tokens_LE, _, _ = self._load()
+        return dataclasses.replace(batch, expert_tokens_LE=tokens_LE[self.places])
 
 
 def _probabilities(fields: dict[str, Any], router: Any) -> Callable[[Tensor], Tensor]:
@@ -262,43 +285,6 @@ class _Router:
             known_RK = one_RK * (given_RK >= 0)
             alike_RK = (given_RK[:, :, None] == own_RK[:, None, :]).any(-1)
             self.agreement += torch.stack([(known_RK * alike_RK).sum(), known_RK.sum()])
-
-
-@dataclass(frozen=True)
-class ExpertLoad:
-    """The load of one pass over a batch, of all layers and ranks: tokens and summed probability of
-    each expert, and how many of the given choices the routers would have made themselves (`alike`).
-    """
-
-    tokens_LE: Tensor
-    mass_LE: Tensor
-    top_k: int
-    alike: float
-    given: float
-
-    def metrics(self) -> dict[str, float]:
-        """expert_load_max: tokens of the busiest expert of any layer over the mean of its layer;
-        expert_load_unused: share of experts without a token; expert_balance: mean over layers,
-        without a coefficient; routing_agreement: share of the replayed choices that the routers
-        would have made themselves.
-        """
-        experts = self.tokens_LE.shape[1]
-        count_L = self.tokens_LE.sum(1).clamp(min=1) / self.top_k
-        mean_L1 = (count_L * self.top_k / experts)[:, None]
-        share_LE = self.tokens_LE / (self.top_k * count_L[:, None])
-        balance_L = experts * (share_LE * self.mass_LE / count_L[:, None]).sum(1)
-        found = torch.stack(
-            [
-                (self.tokens_LE / mean_L1).max(),
-                (self.tokens_LE == 0).double().mean(),
-                balance_L.mean(),
-            ]
-        ).tolist()
-        names = ("expert_load_max", "expert_load_unused", "expert_balance")
-        metrics = dict(zip(names, found, strict=True))
-        if self.given:
-            metrics["routing_agreement"] = self.alike / self.given
-        return metrics
 
 
 def balance_pull(tokens_E: Tensor, top_k: int, coefficient: float) -> Tensor:

@@ -127,7 +127,7 @@ def update(directory: Path, options: tuple[str, ...]) -> dict[str, Any]:
     batch = actor.score(actor.pack(groups, 0))
     signals = signals_of(batch)
     assert actor.routers is not None and batch.surprisal_T is not None
-    load = actor.routers.load().metrics()
+    load = actor.routers.load_metrics()
     metrics, _ = actor.update(batch, SURPRISAL, signals)
     return {
         "surprisal": dict(

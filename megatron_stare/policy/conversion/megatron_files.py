@@ -8,7 +8,6 @@ weights.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -364,15 +363,6 @@ class CheckpointWriter:
         for key, offset, sizes, content in contents:
             position = stream.tell()
             dtype = str(content.dtype).removeprefix("torch.") if isinstance(content, Tensor) else ""
-            if dtype:
-                torch.save(content, stream)  # type: ignore[arg-type]
-            else:
-                stream.write(_saved(content))
+            torch.save(content, stream)  # type: ignore[arg-type]
             items.append((key, offset, sizes, dtype, position, stream.tell() - position))
         self.journal.add(name, stream.close(), items=items)
-
-
-def _saved(content: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()

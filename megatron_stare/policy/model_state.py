@@ -32,7 +32,7 @@ _METADATA = {
 _DAMAGE = (OSError, KeyError, EOFError, RuntimeError, pickle.UnpicklingError)
 # Names that the .metadata of a checkpoint may contain, besides dtypes.
 _NAMES = {("torch.distributed.checkpoint.metadata", name) for name in _METADATA} | {
-    *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo",)),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")),
     *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
 }

@@ -15,10 +15,9 @@ The step is not saved: one update is one step of optimizer and schedule alike.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,16 +66,13 @@ def wrap(
         for module in (module for chunk in chunks for module in chunk.modules()):
             if hasattr(module, "fuse_wgrad_accumulation"):  # TransformerEngine's
                 module.fuse_wgrad_accumulation = True
-    # Our coefficients already carry the global denominator: reduce the gradients, divide by
-    # nothing.
-    transformer.finalize_model_grads_func = functools.partial(_sum_gradients, finalize_model_grads)
+
+    def sum_gradients(model: list[nn.Module], num_tokens: Tensor, **groups: Any) -> None:
+        # Our coefficients already carry the global denominator: divide by nothing.
+        finalize_model_grads(model, None, **groups)
+
+    transformer.finalize_model_grads_func = sum_gradients
     return wrapped
-
-
-def _sum_gradients(
-    finalize: Callable[..., None], model: list[nn.Module], num_tokens: Tensor, **groups: Any
-) -> None:
-    finalize(model, None, **groups)
 
 
 def build_optimizer(

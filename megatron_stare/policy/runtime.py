@@ -104,16 +104,11 @@ def _nothing_compiled() -> Iterator[None]:
         _replace(torch, compile=compiling)
 
 
-def _is_cuda(target: object) -> bool:
-    return (isinstance(target, str) and target.startswith("cuda")) or (
-        isinstance(target, torch.device) and target.type == "cuda"
-    )
-
-
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)  # there is no device to copy to
         return factory(*args, **kwargs)
@@ -173,9 +168,11 @@ class _Idle:
 
 
 def _answer_for_streams() -> None:
-    _replace(torch.cuda, Stream=_Idle, Event=_Idle, stream=_Idle)
     _replace(
         torch.cuda,
+        Stream=_Idle,
+        Event=_Idle,
+        stream=_Idle,
         current_stream=lambda device=None: _Idle(),
         default_stream=lambda device=None: _Idle(),
     )

@@ -60,8 +60,7 @@ class Topology:
     pipeline_rank: int
     pipeline_size: int
     expert_rank: int
-    data_ranks: tuple[int, ...]  # of every rank, in rank order
-    context_ranks: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]  # data_rank and context_rank of every rank, in rank order
     virtual_size: int
 
     @property
@@ -83,8 +82,8 @@ class Topology:
         """The ranks that train on the same tokens: the sequences of one data rank, cut for one
         context rank.
         """
-        its = zip(self.data_ranks, self.context_ranks, strict=True)
-        return tuple(rank for rank, own in enumerate(its) if own == (data_rank, context_rank))
+        place = (data_rank, context_rank)
+        return tuple(rank for rank, own in enumerate(self.places) if own == place)
 
     def from_last_stage(self, value: Tensor) -> Tensor:
         """`value` as the last pipeline stage has it, on every stage;
@@ -206,8 +205,7 @@ def _split(config: PolicyConfig, seed: int, is_imagined: bool = False) -> Topolo
         pipeline_rank=dist.get_rank(groups.pp),
         pipeline_size=dist.get_world_size(groups.pp),
         expert_rank=dist.get_rank(groups.ep),
-        data_ranks=tuple(data for data, _ in places),
-        context_ranks=tuple(context for _, context in places),
+        places=tuple(places),
         virtual_size=virtual,
     )
 

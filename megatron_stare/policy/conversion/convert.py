@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from megatron_stare.config import UserError
 from megatron_stare.policy import build, manifest
@@ -97,11 +96,13 @@ def megatron_to_hf(
     """
     others = with_other_parts(source, base)
     hf = build.read_hf_config(str(source))
-    reader = _reader(source, hf, topology, base)
-    if isinstance(reader, megatron_files.MergedReader):
-        reader.check_base()
+    reader: megatron_files.CheckpointReader | megatron_files.MergedReader
+    if megatron_files.stored_adapters(source):
+        reader = megatron_files.MergedReader(source, hf, topology, base)
     elif base is not None and others is None:
         raise UserError(f"--base {base}: {source} holds whole weights and needs none; leave it out")
+    else:
+        reader = megatron_files.CheckpointReader(source, hf, topology)
     table, wanted, layout = name_table(hf), build.DTYPES.get(dtype), hf_files.layout_of(source)
 
     def dtype_of(entry: ParameterMapping) -> torch.dtype:
@@ -182,14 +183,6 @@ def _in_files(
     return parts, shapes
 
 
-def _reader(
-    source: Path, hf: PretrainedConfig, topology: Topology, base: Path | None
-) -> megatron_files.CheckpointReader | megatron_files.MergedReader:
-    if megatron_files.stored_adapters(source):
-        return megatron_files.MergedReader(source, hf, topology, base)
-    return megatron_files.CheckpointReader(source, hf, topology)
-
-
 def _parts(
     table: list[ParameterMapping], checkpoint: Checkpoint
 ) -> Iterator[list[ParameterMapping]]:
@@ -219,7 +212,7 @@ def _hf_tensors(
     table: list[ParameterMapping],
     reader: megatron_files.CheckpointReader | megatron_files.MergedReader,
     dtype: torch.dtype | None,
-    others: Checkpoint | None = None,
+    others: Checkpoint | None,
 ) -> Iterator[Tensor]:
     """The tensors of a file in order. Those of one parameter that come later are held till then:
     less than a layer.

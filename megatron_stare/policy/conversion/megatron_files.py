@@ -242,11 +242,12 @@ class StoredAdapters:
 
 class MergedReader:
     """W + alpha / rank B A by Megatron's names, as engines received it: from one rounding of the
-    sum. `base`: the directory of W, if it is not where the run found it.
+    sum. `base`: the directory of W, if it is not where the run found it; every weight of it is read
+    first. UserError: it holds other weights than the run's base.
     """
 
     def __init__(
-        self, source: Path, hf: PretrainedConfig, topology: Topology, base: Path | None = None
+        self, source: Path, hf: PretrainedConfig, topology: Topology, base: Path | None
     ) -> None:
         self.adapters = StoredAdapters(source, hf, topology)
         self.directory = directory = base or Path(self.adapters.stored["base"])
@@ -261,9 +262,9 @@ class MergedReader:
             self.base = CheckpointReader(directory, hf, topology)
         else:
             self.base = Checkpoint(str(directory))
+        self._check_base()
 
-    def check_base(self) -> None:
-        """Reads every weight. UserError: the directory holds other weights than the run's base."""
+    def _check_base(self) -> None:
         found = content_digest(
             (name, 0, content_hash(entry, self._base(entry)))
             for name, entry in self.entries.items()

@@ -38,8 +38,7 @@ _ALL_EXPERTS = re.compile(
 )
 _ONE_EXPERT = re.compile(r"^(model\.layers\.\d+\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight$")
 _MATRICES = {"gate_up": ("gate", "up"), "down": ("down",)}  # of one expert, one after another
-# Buffers that old checkpoints carry and no model needs.
-_DERIVED = ("rotary_emb.inv_freq",)
+_DERIVED = "rotary_emb.inv_freq"  # a buffer that old checkpoints carry and no model needs
 _COMPARED_ROWS = 4096
 _BLOCKS = "F8_E4M3"  # the codes of block_fp8.py
 
@@ -262,16 +261,6 @@ class Checkpoint:
         matches = ((name, _LAYER.match(name)) for name in sorted(self.tensors))
         return [name for name, layer in matches if layer and int(layer[1]) in layers]
 
-    def check_all_used(self, names: set[str], tied: bool) -> None:
-        """UserError for any tensor that the model has no place for."""
-        for name in sorted(self.tensors.keys() - names):
-            if not (name.endswith(_DERIVED) or (tied and name == "lm_head.weight")):
-                raise UserError(
-                    f"{self.tensors[name].file}: tensor {name} has no place in the model that "
-                    "config.json describes; correct config.json (tie_word_embeddings, "
-                    "num_hidden_layers, model_type)"
-                )
-
 
 def with_other_parts(source: Path, base: Path | None = None) -> Checkpoint | None:
     """The Hugging Face checkpoint with the parts of a model that are not text, which an export of
@@ -303,12 +292,18 @@ def check_agreement(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
             )
     _check_tied(checkpoint, hf)
     _check_rope(checkpoint, hf)
-    known = {name for entry in name_table(hf) for name in entry.hf}
-    known |= {*checkpoint.scales, *checkpoint.further(hf)}
-    checkpoint.check_all_used(known, hf.tie_word_embeddings)
-    for entry in name_table(hf):
-        for name, shape in entry.tensors:
-            checkpoint.check(name, shape)
+    shapes = dict(named for entry in name_table(hf) for named in entry.tensors)
+    known = {*shapes, *checkpoint.scales, *checkpoint.further(hf)}
+    known |= {"lm_head.weight"} if hf.tie_word_embeddings else set()
+    for name in sorted(checkpoint.tensors.keys() - known):
+        if not name.endswith(_DERIVED):
+            raise UserError(
+                f"{checkpoint.tensors[name].file}: tensor {name} has no place in the model that "
+                "config.json describes; correct config.json (tie_word_embeddings, "
+                "num_hidden_layers, model_type)"
+            )
+    for name, shape in shapes.items():
+        checkpoint.check(name, shape)
 
 
 def _check_quantization(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
@@ -382,7 +377,7 @@ def _check_tied(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
 
 def _check_rope(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
     """Old checkpoints carry the inverse frequencies theta^(-2i/d), from which theta follows."""
-    name = next((name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")), None)
+    name = next((name for name in checkpoint.tensors if name.endswith(_DERIVED)), None)
     if name is None or hf.rope_parameters.get("rope_type", "default") != "default":
         return
     stored = checkpoint.read(name, checkpoint.tensors[name].info.shape).double()

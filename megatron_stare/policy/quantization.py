@@ -129,9 +129,7 @@ def check_source(source: Path, format_name: str) -> PretrainedConfig:
     """The source's config, once every tensor is known to be there,
     finite and of the right shape. UserError: not so.
     """
-    if not (source / "config.json").is_file():
-        raise UserError(f"{source}: no config.json there; give a Hugging Face model directory")
-    config = read_hf_config(str(source))
+    config = read_hf_config(str(source), "SOURCE")
     if getattr(config, "quantization_config", None) or (source / "hf_quant_config.json").is_file():
         raise UserError(f"{source} is quantised already; give the original checkpoint")
     check_family(config, f"--format {format_name}")

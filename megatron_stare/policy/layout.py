@@ -32,9 +32,8 @@ from megatron_stare.records import MicroBatch, RoutingShape, TrainedSequence
 
 PAD_ID = 0  # any id will do: no loss token sees it
 # The rows of an fp8 matrix product's operands are a multiple of it, by policy.tuning.fp8_recipe:
-# a product's own demand, or the length of a block that shares a scale.
+# a product's own demand, which is 16, or the length of a block that shares a scale.
 FP8_ROWS = {"mxfp8": 32, "blockwise": 128}
-PLAIN_FP8_ROWS = 16
 _POSITION_BITS = 32
 # The flat tensors with one value of a sequence, and those with one of a token.
 _OF_SEQUENCES: dict[str, Callable[[TrainedSequence], float]] = {
@@ -114,7 +113,7 @@ class Alignment:
         single = 2 * topology.context_size if topology.context_size > 1 else 1
         held = topology.tensor_size if policy.sequence_parallel else 1
         if policy.fp8 != "none":
-            held *= FP8_ROWS.get(policy.tuning.fp8_recipe or "", PLAIN_FP8_ROWS)
+            held *= FP8_ROWS.get(policy.tuning.fp8_recipe or "", 16)
         whole = math.lcm(single, held * topology.context_size)
         return cls(single, whole, policy.sequence_budget, policy.packed_sequences)
 

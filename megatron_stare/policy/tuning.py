@@ -20,7 +20,6 @@ from megatron_stare.policy import runtime
 CPU_WORKSPACE_BYTES = 64 << 20
 # Of a GPU's memory for the logits of one chunk: 1 GB of 80, thousands of rows in one product.
 WORKSPACE_SHARE = 1 / 80
-DEFAULT_FP8_RECIPE = "tensorwise"
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ def recomputation(policy: PolicyConfig) -> dict[str, Any]:
 
 def fp8_recipe(situation: Situation) -> str:
     """The scales of policy.fp8. UserError: the GPU or TransformerEngine lacks them."""
-    chosen = situation.policy.tuning.fp8_recipe or DEFAULT_FP8_RECIPE
+    chosen = situation.policy.tuning.fp8_recipe or "tensorwise"
     hardware = situation.hardware
     needs = {
         "delayed": ((8, 9), (1,)),

@@ -102,8 +102,10 @@ def _described(state: Mapping[str, Any], prefix: str = LOOP_PREFIX) -> dict[str,
         if isinstance(value, ShardedBytes):
             if len(value.part):
                 found[name] = _piece(prefix + name, value.part, value.size, value.begin)
+        elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            found[name] = _described(value, f"{prefix}{name}.")
         else:
-            found[name] = _described(value, f"{prefix}{name}.") if _is_state(value) else value
+            found[name] = value
     return found
 
 
@@ -119,10 +121,6 @@ def _placeholders(keys: Mapping[str, Any], rank: int) -> dict[str, Any]:
             (size,) = stored.size
             inside[last] = _piece(key, torch.empty(size, dtype=torch.uint8), size, 0, rank)
     return found
-
-
-def _is_state(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
 
 
 def _piece(key: str, part: Tensor, size: int, begin: int, replica: int = 0) -> Any:

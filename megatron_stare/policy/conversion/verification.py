@@ -110,11 +110,11 @@ def compare_logits(
     (chunk,) = build.build_model(hf, PolicyConfig(), topology)
     model_state.into_model([chunk], megatron, topology)
     chunk.eval()
-    _round(model, dtype)
-    _round(chunk, dtype)
     positions = agreeing = 0
     differences, scales = list[Tensor](), list[Tensor]()
     with torch.no_grad():
+        for parameter in (*model.parameters(), *chunk.parameters()) if dtype else ():
+            parameter.copy_(parameter.to(dtype))
         for ids in prompts:
             ids_BS = torch.tensor([ids], device=next(chunk.parameters()).device)
             position_BS = torch.arange(len(ids), device=ids_BS.device)[None]
@@ -144,12 +144,6 @@ def _of_transformers(directory: Path, hf: PretrainedConfig) -> PreTrainedModel:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)].from_pretrained(
         None, config=config, state_dict=tensors, dtype=torch.float32
     )
-
-
-def _round(model: nn.Module, dtype: torch.dtype | None) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters() if dtype is not None else ():
-            parameter.copy_(parameter.to(dtype))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -265,7 +259,10 @@ def compare_operations(
     A norm that TransformerEngine computes inside the next product has no result of its own and
     is left out.
     """
-    table = [each for each in operations(hf) if not _is_fused(ours, each)]
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    every = ((each, ours.get_submodule(each.ours)) for each in operations(hf))
+    table = [each for each, module in every if not isinstance(module, IdentityOp)]
     mine, other = _ours(ours, hf, ids, table), _theirs(theirs, ids, table)
     return [compared(each.name, mine[each.name], other[each.name]) for each in table]
 
@@ -318,12 +315,6 @@ def first_beyond(
 ) -> OperationDifference | None:
     """The first whose difference rounding does not explain."""
     return next((each for each in compared if not each.within(tolerance)), None)
-
-
-def _is_fused(ours: nn.Module, operation: Operation) -> bool:
-    from megatron.core.transformer.identity_op import IdentityOp
-
-    return isinstance(ours.get_submodule(operation.ours), IdentityOp)
 
 
 def compared(name: str, ours: Tensor, theirs: Tensor) -> OperationDifference:

@@ -243,10 +243,9 @@ def content_hash(
 def weights_of(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Its parameters, then its buffers that a checkpoint holds: the biases of sigmoid routers."""
     yield from chunk.named_parameters()
-    yield from ((name, each) for name, each in chunk.named_buffers() if name.endswith(_BUFFER))
-
-
-_BUFFER = "router.expert_bias"
+    for name, buffer in chunk.named_buffers():
+        if name.endswith("router.expert_bias"):
+            yield name, buffer
 
 
 def named_parameters(chunks: list[nn.Module]) -> dict[str, Tensor]:

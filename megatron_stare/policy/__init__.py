@@ -1,3 +1,1 @@
-"""The Megatron-Core model that learns:
-topology, build, attention, head, HF names and weights, packing, actor.
-"""
+"""The Megatron-Core model that learns: built, loaded, fed, updated, saved and converted."""

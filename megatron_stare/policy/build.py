@@ -146,9 +146,7 @@ def padded_vocab_size(hf: PretrainedConfig, tensor_size: int) -> int:
 
 
 def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Topology) -> Any:
-    """Megatron's TransformerConfig for an HF config;
-    UserError naming any field that cannot be honoured.
-    """
+    """Megatron's TransformerConfig of an HF config. UserError: a field that cannot be honoured."""
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     check_supported(hf)
@@ -313,9 +311,7 @@ def _check_divisible(hf: PretrainedConfig, policy: PolicyConfig) -> None:
 
 
 def _check_special_layers(hf: PretrainedConfig, policy: PolicyConfig) -> None:
-    """Layers other than grouped attention and dense MLPs: what does not work with them, and what
-    they need.
-    """
+    """What layers other than grouped attention and dense MLPs need, and what excludes them."""
     latent = megatron_fields(hf).get("multi_latent_attention", False)
     found = {
         "experts": (any(sparse_layers(hf)), "without which Megatron-Core does not train"),

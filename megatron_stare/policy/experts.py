@@ -225,9 +225,7 @@ class _Router:
         self.tokens_E, self.mass_E, self.agreement = zeros, zeros.clone(), zeros.new_zeros(2)
 
     def stop(self) -> None:
-        """Check that every micro-batch came once, or twice where the layer is computed again;
-        forget them.
-        """
+        """Check that every micro-batch came once, or twice if computed again; forget them."""
         for seen in self._seen.values():
             assert seen in (0, len(self._microbatches)), f"{seen} of {len(self._microbatches)}"
         self._microbatches = ()

@@ -39,9 +39,7 @@ from megatron_stare.records import Nucleus
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """The result of the hook: the N rows' summed loss where there is one,
-    and their statistics [nats].
-    """
+    """The hook's result: the N rows' summed loss, if there is one, and their statistics [nats]."""
 
     surprisal_N: Tensor
     entropy_N: Tensor
@@ -70,9 +68,7 @@ class HeadOutput:
 
 @dataclass(frozen=True)
 class HeadContext:
-    """The inputs of the head beyond the model:
-    rows, targets, the loss, and how to run it.
-    """
+    """The inputs of the head beyond the model: rows, targets, the loss, and how to run it."""
 
     row_N: Tensor
     target_N: Tensor
@@ -100,9 +96,7 @@ def loss_head(
     context: HeadContext,
     **unused: Any,
 ) -> HeadOutput:
-    """Statistics of the N rows and, where the context has a loss, their summed loss,
-    a differentiable scalar.
-    """
+    """Statistics of the N rows and, where there is a loss, its sum, a differentiable scalar."""
     weight = output_layer.weight if output_weight is None else output_weight
     if context.sequence_parallel:
         hidden_states = _whole_sequences(hidden_states, context.tensor_group)

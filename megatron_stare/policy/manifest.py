@@ -1,6 +1,4 @@
-"""SHA-256 of every file of a checkpoint,
-in the `integrity.json` that Megatron-Core itself can verify on load.
-"""
+"""SHA-256 of a checkpoint's files, in an `integrity.json` that Megatron-Core can verify too."""
 
 from __future__ import annotations
 
@@ -81,9 +79,7 @@ class ConversionJournal:
 
 
 def write(directory: Path, known: dict[str, str]) -> None:
-    """Write the manifest of all files in `directory`;
-    `known` digests are taken as they are, the others computed.
-    """
+    """Write the manifest of the files in `directory`; digests that are not `known` are computed."""
     names = sorted(
         file.name for file in directory.iterdir() if file.is_file() and file.name != NAME
     )

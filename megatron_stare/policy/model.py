@@ -1,6 +1,4 @@
-"""A checkpoint as GPTModel chunks on this rank,
-run through Megatron's schedules with our head in its output hook.
-"""
+"""A checkpoint as GPTModel chunks, run through Megatron's schedules with our head in its hook."""
 
 from __future__ import annotations
 

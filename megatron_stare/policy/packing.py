@@ -194,9 +194,7 @@ def _balanced(
     count: int,
     hidden_size: int,
 ) -> list[list[int]]:
-    """Longest first, each to the share that has cost least so
-    far (longest-processing-time rule).
-    """
+    """Longest first, each to the share of least cost so far (longest-processing-time rule)."""
     chosen = numpy.asarray(numbers, numpy.int64)
     chosen = chosen[numpy.lexsort((chosen, -length_n[chosen]))]
     costs = cost(length_n[chosen], hidden_size).tolist()
@@ -210,9 +208,7 @@ def _balanced(
 
 
 def _split(share: list[int], length_n: numpy.ndarray, alignment: Alignment) -> list[list[int]]:
-    """A share (longest first) into as few micro-batches as first-fit finds;
-    at least one, which may be empty.
-    """
+    """A share (longest first) in as few micro-batches as first-fit finds; at least an empty one."""
     if not alignment.packed:
         return _split_padded(share, length_n, alignment)
     size_n = -(-length_n[share] // alignment.single) * alignment.single
@@ -251,9 +247,7 @@ def _evened(
     hidden_size: int,
     alignment: Alignment,
 ) -> list[list[int]]:
-    """The same sequences in exactly `count` micro-batches:
-    of even cost where that fits, else with empty ones.
-    """
+    """The sequences in exactly `count` micro-batches: of even cost if they fit, or some empty."""
     if alignment.packed:
         together = [sequence for batch in batches for sequence in batch]
         even = _balanced(together, length_n, count, hidden_size)

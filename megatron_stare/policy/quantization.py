@@ -126,9 +126,7 @@ def find_format(name: str) -> Format:
 
 
 def check_source(source: Path, format_name: str) -> PretrainedConfig:
-    """The source's config, once every tensor is known to be there,
-    finite and of the right shape. UserError: not so.
-    """
+    """The source's config. UserError: a tensor is missing, not finite, or of another shape."""
     config = read_hf_config(str(source), "SOURCE")
     if getattr(config, "quantization_config", None) or (source / "hf_quant_config.json").is_file():
         raise UserError(f"{source} is quantised already; give the original checkpoint")
@@ -159,9 +157,7 @@ def check_source(source: Path, format_name: str) -> PretrainedConfig:
 
 
 def load_model(source: Path) -> PreTrainedModel:
-    """The checkpoint as a transformers model, in its own dtype, on this process's device,
-    without dropout.
-    """
+    """The checkpoint as a transformers model on this device, in its own dtype, without dropout."""
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
     return model.to(runtime.device()).eval()
@@ -189,9 +185,7 @@ def require_modelopt() -> Any:
 def sample_responses(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int
 ) -> list[list[int]]:
-    """Every prompt followed by a response that the model samples at temperature 1, up to an end
-    token.
-    """
+    """Every prompt with a response, which is sampled at temperature 1 up to an end token."""
     end = model.generation_config.eos_token_id
     settings = GenerationConfig(
         do_sample=True,
@@ -374,9 +368,7 @@ def _input_hook(rounding: Rounding, scales: dict[str, Tensor], device: torch.dev
 
 
 def decode_weight(weight: Tensor, scales: dict[str, Tensor]) -> Tensor:
-    """The weight [O, I] in fp32. nvfp4 packs two codes in a byte, the lower half first, [O,
-    I / 2].
-    """
+    """The weight [O, I] in fp32. nvfp4 has two codes a byte, the lower half first, [O, I / 2]."""
     if "weight_scale_inv" in scales:
         return block_fp8.decode(weight, scales["weight_scale_inv"])
     scale = scales["weight_scale"].float()
@@ -399,9 +391,7 @@ def round_int8(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def round_nvfp4(x: Tensor, scale: Tensor) -> Tensor:
-    """E2M1 in groups of 16 along the last axis,
-    each with an E4M3 multiple of `scale` as its own scale.
-    """
+    """E2M1 in groups of 16 of the last axis, each scaled by an E4M3 multiple of `scale`."""
     group_G16 = x.unflatten(-1, (-1, _GROUP))
     largest = group_G16.abs().amax(-1, keepdim=True)
     factor = (largest / (_E2M1_MAX * scale)).clamp(2**-9, block_fp8.LARGEST)
@@ -421,9 +411,7 @@ _ROUND: dict[torch.dtype, Rounding] = {
 
 @dataclass(frozen=True)
 class QuantizationError:
-    """Means over `positions` (KL, agreement) and `next_tokens` (surprisal), in nats;
-    agreement in [0, 1].
-    """
+    """Means over `positions` (KL, agreement in [0, 1]) and `next_tokens` (surprisal), in nats."""
 
     positions: int
     next_tokens: int

@@ -49,9 +49,7 @@ def device() -> torch.device:
 
 
 def prepare() -> None:
-    """Make Megatron-Core importable and runnable here. Call it before anything of megatron.core;
-    idempotent.
-    """
+    """Make Megatron-Core runnable here. Call it before any import of megatron.core; idempotent."""
     global _installed
     # Banners about packages that are optional here; real faults raise.
     for name in ("megatron.core", "torch.utils.cpp_extension"):
@@ -196,9 +194,7 @@ def _answer_for_random_state() -> None:
 
 
 def _answer_for_collectives() -> None:
-    """Tokens on their way to experts come in unequal shares,
-    which NCCL exchanges and gloo refuses.
-    """
+    """Tokens go to experts in unequal shares, which NCCL exchanges and gloo refuses."""
     exchange, gather, scatter = dist.all_to_all_single, dist.all_gather, dist.reduce_scatter
 
     def all_to_all_single(

@@ -1,6 +1,4 @@
-"""Process groups, made once and passed by hand:
-the only reader of Megatron's global parallel state.
-"""
+"""Process groups, made once and passed on: the only reader of Megatron's global parallel state."""
 
 from __future__ import annotations
 
@@ -79,16 +77,12 @@ class Topology:
         return Across(self.data if dist.get_world_size(self.data) > 1 else None)
 
     def ranks_of_tokens(self, data_rank: int, context_rank: int) -> tuple[int, ...]:
-        """The ranks that train on the same tokens: the sequences of one data rank, cut for one
-        context rank.
-        """
+        """The ranks that train on one data rank's sequences, cut for one context rank."""
         place = (data_rank, context_rank)
         return tuple(rank for rank, own in enumerate(self.places) if own == place)
 
     def from_last_stage(self, value: Tensor) -> Tensor:
-        """`value` as the last pipeline stage has it, on every stage;
-        other stages pass a buffer of its shape.
-        """
+        """The last pipeline stage's `value` on every stage; others pass a buffer of its shape."""
         if self.pipeline_size > 1:
             dist.broadcast(
                 value,

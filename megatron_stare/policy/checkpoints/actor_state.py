@@ -1,6 +1,4 @@
-"""The actor's part of a training checkpoint: model, optimizer, schedule;
-restored under any layout.
-"""
+"""The actor's part of a checkpoint: model, optimizer, schedule; loads under any layout."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ def of_actor(actor: Actor, loop_state: dict[str, Any]) -> dict[str, Any]:
 
 
 def into_actor(actor: Actor, checkpoint: Path) -> dict[str, Any]:
-    """Restore model, optimizer and schedule;
-    returns the loop's state. UserError: it cannot be read.
-    """
+    """Restore model, optimizer and schedule; the loop's state. UserError: it cannot be read."""
     from megatron.core import dist_checkpointing
 
     def read() -> dict[str, Any]:

@@ -119,9 +119,7 @@ class CheckpointDirectory:
         return (name if (self.directory / name).is_dir() else ""), float(value), metric
 
     def _claim(self, name: str, load: str) -> None:
-        """Make it the newest, which `load` asked for. UserError: the directory cannot be
-        written.
-        """
+        """Make it the newest, which `load` asked for. UserError: the directory is not writable."""
         try:
             _on_first_rank(self.topology, lambda: self._make_newest(name, load))
         except SaveError as error:
@@ -241,16 +239,12 @@ class Checkpoints(CheckpointDirectory):
             self.failure = ""
 
     def load(self, checkpoint: Path) -> dict[str, Any]:
-        """Restore model, optimizer and schedule in place;
-        returns the loop's state. UserError: it cannot be read.
-        """
+        """Restore model, optimizer, schedule; returns the loop's state. UserError: unreadable."""
         self.saved = step_of(checkpoint)
         return actor_state.into_actor(self.actor, checkpoint)
 
     def _prepare(self, temporary: Path) -> None:
-        """A fresh directory, which no orphan of an earlier process can write into;
-        leftovers of such are removed.
-        """
+        """A fresh directory, into which no orphan of an earlier process writes; theirs go."""
         for leftover in self.directory.glob(f"{_WRITING}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -288,9 +282,7 @@ class Checkpoints(CheckpointDirectory):
 
 
 def verify(checkpoint: Path, topology: Topology) -> list[str]:
-    """The differences from the checkpoint's manifest, a line each, on every rank;
-    the ranks share the reading.
-    """
+    """The differences from the manifest, a line each, on every rank; ranks share the reading."""
     files, unreadable = dict[str, str](), list[str]()
     try:
         files = manifest.read(checkpoint)
@@ -330,9 +322,7 @@ class _Resolved:
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer in two parts: the data taken at once,
-    the files written and hashed by any thread, later.
-    """
+    """torch's writer in two parts: the data taken at once, the files written later."""
 
     def __init__(self, directory: Path, snapshot: bool) -> None:
         super().__init__(directory)
@@ -349,9 +339,7 @@ class _Writer(FileSystemWriter):
         )
 
     def write(self) -> None:
-        """Write and hash this rank's files;
-        a failure is kept, for all ranks to learn of it in `Save.finish`.
-        """
+        """Write and hash this rank's files; a failure is kept, and raised by `Save.finish`."""
         try:
             results = self.write_data(self.plan, self.resolved).wait()  # type: ignore[arg-type]
             names = {result.storage_data.relative_path for result in results}
@@ -398,9 +386,7 @@ class Save:
         return bool(done.item())
 
     def finish(self) -> None:
-        """Wait for the files; then rank 0 adds Megatron's metadata and the manifest.
-        SaveError on all ranks alike.
-        """
+        """Wait for the files; rank 0 adds metadata and manifest. SaveError on all ranks alike."""
         if self.background:
             self.thread.join()
         parts = self.topology.gather(

@@ -42,9 +42,7 @@ from megatron_stare.policy.topology import Topology
 
 @dataclass(frozen=True)
 class Slot:
-    """Rows [begin, end) of a parameter:
-    the chunk of the global tensor `key` that starts at `offset`.
-    """
+    """Rows [begin, end) of a parameter: the chunk at `offset` of the global tensor `key`."""
 
     key: str
     begin: int
@@ -58,9 +56,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Places:
-    """The places of a model's parameters, and the extra states that Megatron expects:
-    {unique key: content}.
-    """
+    """The places of a model's parameters, and Megatron's extra states: {unique key: content}."""
 
     slots: dict[str, list[Slot]]
     objects: dict[str, Any]
@@ -299,9 +295,7 @@ class MergedReader:
 
 
 class CheckpointWriter:
-    """Writes a distributed checkpoint part by part.
-    Finished parts are journalled and survive a kill.
-    """
+    """Writes a distributed checkpoint in parts; those in the journal survive a kill."""
 
     def __init__(self, directory: Path, places: Places) -> None:
         self.directory, self.places = directory, places
@@ -318,9 +312,7 @@ class CheckpointWriter:
         self._write(name, tensors)
 
     def finish(self, common: dict[str, Any]) -> dict[str, str]:
-        """Write common state, extra states and Megatron's metadata;
-        returns the digests of the parts.
-        """
+        """Write common state, extra states and Megatron's metadata; the digests of the parts."""
         from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 

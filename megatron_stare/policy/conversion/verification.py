@@ -218,9 +218,7 @@ class OperationDifference:
 
 
 def operations(hf: PretrainedConfig) -> Iterator[Operation]:
-    """The operations of a model in the order of a forward pass. Of experts the choice and the sum
-    are compared.
-    """
+    """The operations in the order of a forward pass; of experts the choice and the sum."""
     fields = megatron_fields(hf)
     yield Operation("embedding", "model.embed_tokens", "embedding")
     for layer, is_sparse in enumerate(sparse_layers(hf)):

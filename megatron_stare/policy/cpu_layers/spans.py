@@ -233,9 +233,7 @@ def _in_place(alike: list[_Block]) -> list[Bundle]:
 
 
 def _strided(blocks: list[_Block]) -> Bundle | None:
-    """One call on views, or None where the blocks differ in shape or do not start at even
-    distances.
-    """
+    """One call on views; None where blocks differ in shape or do not start at even distances."""
     first, count = blocks[0], len(blocks)
     q_step = blocks[1].q_start - first.q_start if count > 1 else 1
     k_step = blocks[1].k_start - first.k_start if count > 1 else 1
@@ -268,9 +266,7 @@ def _indexed(blocks: list[_Block]) -> Bundle:
 
 
 def _similar(blocks: list[_Block]) -> Iterator[list[_Block]]:
-    """Square blocks in runs whose shortest member is at least 3/4 of the longest, less 8:
-    little padding.
-    """
+    """Square blocks in runs of little padding: the shortest at least 3/4 of the longest, less 8."""
     run: list[_Block] = []
     for block in sorted(blocks, key=lambda block: (-block.q_length, block.q_start)):
         if run and block.q_length < 0.75 * run[0].q_length - 8:

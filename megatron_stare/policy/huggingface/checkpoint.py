@@ -1,6 +1,4 @@
-"""An HF directory's tensors, and whether config.json describes them:
-asked of names and shapes before any is read.
-"""
+"""An HF directory's tensors, and whether config.json describes them, before any is read."""
 
 from __future__ import annotations
 
@@ -202,9 +200,7 @@ class Checkpoint:
         return sum(info.end - info.begin for info in infos)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`. UserError:
-        not in the files, or not of the shape that config.json implies.
-        """
+        """The tensor `name`. UserError: missing, or not of the shape that config.json implies."""
         return self.stored(name, shape)[:]
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Stored | StoredBlocks:
@@ -216,9 +212,7 @@ class Checkpoint:
         return StoredBlocks(plain, self.tensors[f"{name}{SCALE}"], shape)
 
     def shard(self, entry: ParameterMapping, tensor_size: int = 1, rank: int = 0) -> Tensor:
-        """Megatron's shard of a parameter, of whose tensors no more is read. UserError as in
-        `read`.
-        """
+        """Megatron's shard of a parameter, of which no more is read. UserError as in `read`."""
         sources = [self.stored(name, shape) for name, shape in entry.tensors]
         return to_shard(entry, sources, tensor_size, rank)
 
@@ -351,9 +345,7 @@ def _further_layers(hf: PretrainedConfig) -> range:
 
 
 def _check_tied(checkpoint: Checkpoint, hf: PretrainedConfig) -> None:
-    """An output matrix of its own is there exactly where config.json says so;
-    a mere copy may be there too.
-    """
+    """An output matrix is there exactly where config.json says so; a mere copy may be too."""
     present = "lm_head.weight" in checkpoint.tensors
     if not present and not hf.tie_word_embeddings:
         raise UserError(

@@ -424,9 +424,7 @@ def megatron_fields(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def sparse_layers(hf: PretrainedConfig) -> list[bool]:
-    """The layers that route their tokens to experts; the others, and all layers of a dense family,
-    have one MLP.
-    """
+    """The layers with routed experts; the others, and all of a dense family, have one MLP."""
     family = FAMILIES[hf.model_type]
     if family.routed is None or not getattr(hf, family.fields["num_moe_experts"]):
         return [False] * hf.num_hidden_layers

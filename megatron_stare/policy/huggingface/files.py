@@ -52,9 +52,7 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of te
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a safetensors file, as its header describes it.
-    `code` is the format's own, like BF16.
-    """
+    """A tensor of a safetensors file, by its header. `code` is the format's own, like BF16."""
 
     name: str
     code: str
@@ -76,9 +74,7 @@ def new_directory(target: Path) -> Path:
 
 
 def read_header(file: Path) -> tuple[list[TensorInfo], dict[str, str]]:
-    """The tensors of a safetensors file in the order of their bytes, and its metadata.
-    UserError: it is damaged.
-    """
+    """A safetensors file's tensors in byte order, and its metadata. UserError: it is damaged."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -150,9 +146,7 @@ class DirectoryLayout:
 
 
 def layout_of(directory: Path) -> DirectoryLayout | None:
-    """The layout of a model directory, or the one kept in a checkpoint that was made from it;
-    None: neither.
-    """
+    """The layout of a model directory, or of the one a checkpoint was made from; None: neither."""
     kept = directory / LAYOUT
     if kept.is_file():
         content = json.loads(kept.read_text())
@@ -191,9 +185,7 @@ def default_layout(sizes: dict[str, int], file_bytes: int = 5 << 30) -> Director
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Tokenizer, chat templates, generation defaults, licences and Python code, as far as `source`
-    has them.
-    """
+    """Copy tokenizer, templates, generation defaults, licences and Python code that are there."""
     further = [file.name for pattern in FURTHER for file in source.glob(pattern)]
     for name in (*COMPANIONS, *further):
         if (source / name).is_file():
@@ -232,9 +224,7 @@ def set_dtype(directory: Path, dtype: torch.dtype) -> None:
 
 
 def copy_description(source: Path, target: Path) -> None:
-    """All that recreates `source` except the weights:
-    companions, config.json, layout of the weight files.
-    """
+    """All of `source` but the weights: companions, config.json, layout of the weight files."""
     copy_companions(source, target)
     copy_config(source, target)
     layout = layout_of(source)

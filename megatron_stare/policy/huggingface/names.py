@@ -188,9 +188,7 @@ def attention_rows(fields: dict[str, Any], layer: int) -> tuple[NameRow, ...]:
 
 
 def name_table(hf: PretrainedConfig) -> list[ParameterMapping]:
-    """The table of a model, in the order of its layers.
-    Megatron names are those of an unwrapped GPTModel.
-    """
+    """The table in the order of the layers. Megatron names are those of an unwrapped GPTModel."""
     fields = megatron_fields(hf)
     sizes = sizes_of(hf, fields)
 
@@ -302,9 +300,7 @@ def to_shard(
 
 
 def from_shards(entry: ParameterMapping, shards: list[Tensor]) -> list[Tensor]:
-    """The whole HF tensors of this parameter, from Megatron's shards:
-    the inverse of `to_shard`. May be views.
-    """
+    """The whole HF tensors from Megatron's shards: the inverse of `to_shard`. May be views."""
     if entry.layout == "replicated":
         return [shards[0]]
     if entry.layout == "vocab":
@@ -336,7 +332,5 @@ def _swapped(part: Tensor, outer: int, inner: int) -> Tensor:
 
 
 def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
-    """The parts as one tensor; a single part is not copied,
-    for it may be the largest tensor there is.
-    """
+    """The parts as one tensor; a single one, perhaps the largest there is, is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)

@@ -1,6 +1,4 @@
-"""Weights in and out by HF name, one parameter at a time:
-memory is bounded by the largest tensor.
-"""
+"""Weights in and out by HF name, one by one: memory is bounded by the largest tensor."""
 
 from __future__ import annotations
 
@@ -324,9 +322,7 @@ _FUSED_NORMS = (
 
 
 def _megatron_name(entry: ParameterMapping, parameters: Container[str]) -> str:
-    """The parameter's name in this model: as in the table,
-    or TransformerEngine's for a fused norm.
-    """
+    """The parameter's name in this model: the table's, or TransformerEngine's of a fused norm."""
     if entry.megatron in parameters:
         return entry.megatron
     for plain, fused in _FUSED_NORMS:

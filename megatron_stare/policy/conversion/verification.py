@@ -46,6 +46,9 @@ from megatron_stare.policy.topology import Topology
 
 # Of the largest value of a result: what other orders of summation leave, layer after layer.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+# Name of an operation, path of its module, the place of the input that is its result (None: the
+# output is), and the function that brings it to [P, features].
+Watched = tuple[str, str, int | None, Callable[[Any], Tensor]]
 # transformers turns queries and keys in no module: its keys are read from its cache.
 _CACHE = "past_key_values."
 
@@ -275,12 +278,12 @@ def _ours(
     model: nn.Module, hf: PretrainedConfig, ids: Sequence[int], table: Sequence[Operation]
 ) -> dict[str, Tensor]:
     """The results of these operations by name."""
-    fused, found = {entry.megatron: entry for entry in name_table(hf)}, dict[str, Tensor]()
-    with _observing(model) as hooks:
-        for each in table:
-            entry = None if each.part is None else fused[f"{each.ours}.weight"]
-            taken = functools.partial(_own, each, entry, hf)
-            hooks.enter_context(_watched(model, each.ours, each.our_input, each.name, taken, found))
+    fused, watched = {entry.megatron: entry for entry in name_table(hf)}, list[Watched]()
+    for each in table:
+        entry = None if each.part is None else fused[f"{each.ours}.weight"]
+        taken = functools.partial(_own, each, entry, hf)
+        watched.append((each.name, each.ours, each.our_input, taken))
+    with _observing(model, watched) as found:
         ids_BP = torch.tensor([list(ids)], device=next(model.parameters()).device)
         model(ids_BP, torch.arange(len(ids), device=ids_BP.device)[None], None)
     return found
@@ -289,12 +292,9 @@ def _ours(
 def _theirs(model: nn.Module, ids: Sequence[int], table: Sequence[Operation]) -> dict[str, Tensor]:
     """The same of transformers' model."""
     cached = {each.name: each.theirs for each in table if each.theirs.startswith(_CACHE)}
-    found: dict[str, Tensor] = {}
-    with _observing(model) as hooks:
-        for each in table:
-            if each.name not in cached:
-                place = each.their_input
-                hooks.enter_context(_watched(model, each.theirs, place, each.name, _whole, found))
+    read = [each for each in table if each.name not in cached]
+    watched = [(each.name, each.theirs, each.their_input, _whole) for each in read]
+    with _observing(model, watched) as found:
         ids_BP = torch.tensor([list(ids)], device=next(model.parameters()).device)
         cache = model(ids_BP, use_cache=True).past_key_values
     for name, path in cached.items():
@@ -348,35 +348,29 @@ def _whole(value: Any) -> Tensor:
     return found[0].flatten(1)
 
 
-def _watched(
-    model: nn.Module,
-    path: str,
-    place: int | None,
-    name: str,
-    taken: Callable[[Any], Tensor],
-    found: dict[str, Tensor],
-) -> Any:
-    """A hook that notes what the module is given at this place, or returns. It ends as a context.
-
-    A copy is noted: Megatron adds what comes by on top of a result, in its place.
-    """
-    module = model.get_submodule(path)
-
-    def note(value: Any) -> None:
-        found[name] = taken(value).detach().clone()
-
-    if place is None:
-        return module.register_forward_hook(lambda _, given, value: note(value))
-    return module.register_forward_pre_hook(lambda _, given: note(given[place]))
-
-
 @contextlib.contextmanager
-def _observing(model: nn.Module) -> Iterator[contextlib.ExitStack]:
-    """A context in which the model evaluates without gradients; its hooks end with it."""
+def _observing(model: nn.Module, watched: Sequence[Watched]) -> Iterator[dict[str, Tensor]]:
+    """A context in which the model evaluates without gradients; its value has by their names what
+    the watched modules were given or have returned.
+    """
+    found: dict[str, Tensor] = {}
+
+    def hook(name: str, path: str, place: int | None, taken: Callable[[Any], Tensor]) -> Any:
+        def note(value: Any) -> None:
+            # A copy: Megatron adds what comes by on top of a result, in its place.
+            found[name] = taken(value).detach().clone()
+
+        module = model.get_submodule(path)
+        if place is None:
+            return module.register_forward_hook(lambda _, given, value: note(value))
+        return module.register_forward_pre_hook(lambda _, given: note(given[place]))
+
     was = model.training
     model.eval()
     try:
         with contextlib.ExitStack() as hooks, torch.no_grad():
-            yield hooks
+            for each in watched:
+                hooks.enter_context(hook(*each))
+            yield found
     finally:
         model.train(was)

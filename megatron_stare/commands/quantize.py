@@ -73,7 +73,7 @@ def quantize(options: QuantizeOptions) -> QuantizationError:
     target, hf = new_directory(options.target), _check(options)
     split = _split(_prompts(options, hf), options)
     by_modelopt = bool(quantization.find_format(options.format).preset)
-    version = str(quantization.require_modelopt()[2]) if by_modelopt else ""
+    version = str(quantization.require_modelopt().__version__) if by_modelopt else ""
     with _appearing(target) as directory:
         model = quantization.load_model(options.source)
         if options.response_tokens:

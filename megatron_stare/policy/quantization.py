@@ -164,22 +164,19 @@ def load_model(source: Path) -> PreTrainedModel:
 
 
 def require_modelopt() -> Any:
-    """(quantization module, export function, version). UserError:
-    nvidia-modelopt or something it needs is missing.
-    """
+    """The package modelopt. UserError: it or something that it needs is missing."""
     runtime.prepare()  # modelopt imports Megatron-Core where it finds it
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            import modelopt
-            import modelopt.torch.quantization as quantization
-            from modelopt.torch.export import export_hf_checkpoint
+            import modelopt.torch.export
+            import modelopt.torch.quantization
     except ImportError as error:
         raise UserError(
             f"quantize needs nvidia-modelopt ({error}); install it: pip install "
             "'megatron-stare[quantize]'"
         ) from None
-    return quantization, export_hf_checkpoint, modelopt.__version__
+    return modelopt
 
 
 def sample_responses(
@@ -215,7 +212,7 @@ def quantize_model(
     Calibration records the largest magnitude of every layer's input over the token sequences; none
     is padded or cut.
     """
-    quantization, _, _ = require_modelopt()
+    quantization = require_modelopt().torch.quantization
     chosen = find_format(format_name)
 
     def calibrate(model: PreTrainedModel) -> None:
@@ -234,7 +231,7 @@ def export_model(model: PreTrainedModel, source: Path, target: Path) -> None:
     that of `source` with the number format added: modelopt's has the names of transformers 5, and
     transformers 4 finds no rope_theta in it and takes its own default.
     """
-    _, export, _ = require_modelopt()
+    export = require_modelopt().torch.export.export_hf_checkpoint
     # modelopt asks for it; an old config.json may lack it.
     model.config.architectures = [type(model).__name__]
     with _unheard(), torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Buffer, Iterable
+from collections.abc import Buffer
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,15 @@ class HashedFile:
         self._file = path.open("wb")
         self._digest = hashlib.sha256()
         self._hasher = ThreadPoolExecutor(1)
-        self._position = 0
 
     def write(self, content: Buffer) -> int:
         hashing = self._hasher.submit(self._digest.update, content)
-        self._position += (count := self._file.write(content))
+        count = self._file.write(content)
         hashing.result()
         return count
 
     def tell(self) -> int:
-        return self._position
+        return self._file.tell()
 
     def flush(self) -> None:
         self._file.flush()
@@ -60,7 +59,7 @@ class ConversionJournal:
                 name, digest = entry["file"], entry["sha256"]
             except (ValueError, KeyError, TypeError):
                 continue  # torn by the kill: that file is written again
-            if not damages(directory, {name: digest}, [name]):
+            if not damages(directory, {name: digest}):
                 self.done[name] = entry
 
     def add(self, name: str, digest: str, **description: Any) -> None:
@@ -102,14 +101,14 @@ def read(directory: Path) -> dict[str, str]:
         raise ValueError(f"{file} is damaged ({error})") from None
 
 
-def damages(directory: Path, files: dict[str, str], names: Iterable[str]) -> list[str]:
-    """The faults of the named files, one line each: missing, or of another content."""
+def damages(directory: Path, files: dict[str, str]) -> list[str]:
+    """The faults of files with these digests, one line each: missing, or of another content."""
     found = []
-    for name in names:
+    for name, digest in files.items():
         file = directory / name
         if not file.is_file():
             found.append(f"{name} is missing")
-        elif file_digest(file) != files[name]:
+        elif file_digest(file) != digest:
             found.append(
                 f"{name} is not what was written ({file.stat().st_size} bytes; its SHA-256 differs)"
             )

@@ -288,8 +288,8 @@ def verify(checkpoint: Path, topology: Topology) -> list[str]:
         files = manifest.read(checkpoint)
     except (ValueError, OSError) as error:
         unreadable = [str(error)]
-    names = sorted(files)[topology.rank :: topology.world_size]
-    found = manifest.damages(checkpoint, files, names)
+    own = dict(sorted(files.items())[topology.rank :: topology.world_size])
+    found = manifest.damages(checkpoint, own)
     return unreadable + [line for part in topology.gather(found) for line in part]
 
 

@@ -19,8 +19,7 @@ pytestmark = pytest.mark.nullcuda
 OF_ENGINE = {
     "megatron_stare/policy/build.py: if not _has_transformer_engine()",
     "megatron_stare/policy/build.py: return block",
-    "megatron_stare/policy/layout.py: "
-    'held *= FP8_ROWS.get(policy.tuning.fp8_recipe or "", PLAIN_FP8_ROWS)',
+    'megatron_stare/policy/layout.py: held *= FP8_ROWS.get(policy.tuning.fp8_recipe or "", 16)',
 }
 
 

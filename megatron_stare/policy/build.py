@@ -186,8 +186,7 @@ def transformer_config(hf: PretrainedConfig, policy: PolicyConfig, topology: Top
         context_parallel_size=topology.context_size,
         sequence_parallel=policy.sequence_parallel,
         variable_seq_lengths=topology.pipeline_size > 1,  # every micro-batch has its own length
-        # Two stages are each other's next and previous: batched sends of both directions would be
-        # confused.
+        # Two stages are each other's next and previous: batched sends would confuse directions.
         overlap_p2p_comm=virtual is not None,
         batch_p2p_comm=virtual is None,
         batch_p2p_sync=tuning.batch_p2p_sync,

@@ -93,9 +93,8 @@ class Routers:
         """A packed batch with what concerns this rank's routers alone: of its layers, and of the
         positions that sequence parallelism leaves to it.
         """
-        rank, size = 0, self.topology.tensor_size
-        if size > 1:  # experts then have sequence parallelism
-            rank = dist.get_rank(self.topology.tensor)
+        # Experts over several tensor-parallel ranks have sequence parallelism.
+        rank, size = dist.get_rank(self.topology.tensor), self.topology.tensor_size
 
         def cut(micro: MicroBatch) -> MicroBatch:
             assert micro.real_R is not None, "it was packed for a model with experts"

@@ -115,11 +115,9 @@ class PolicyModel:
 
     @functools.cached_property
     def base_fingerprint(self) -> str:
-        """The fingerprint of the frozen weights under the adapters, the same under every layout;
-        empty without adapters. Collective when it is first read.
+        """The fingerprint of the frozen weights under the adapters, the same under every layout.
+        Collective when it is first read.
         """
-        if not self.adapters.rank:
-            return ""
         return hf_weights.content_fingerprint(self.chunks, self.hf, self.topology)
 
     def described_adapters(self) -> dict[str, Any]:

@@ -265,11 +265,10 @@ def make_room(optimizer: Any, step: int) -> None:
     for part in parts(optimizer):
         part.init_state_fn(part.optimizer, part.config)
         for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                # torch's Adam counts in a tensor of each parameter's own, fused ones in the group
-                if isinstance(part.optimizer, torch.optim.Adam):
+            if isinstance(part.optimizer, torch.optim.Adam):  # it counts for each parameter
+                for parameter in group["params"]:
                     part.optimizer.state[parameter]["step"] = torch.tensor(float(step))
-            if not isinstance(part.optimizer, torch.optim.Adam):
+            else:  # a fused one counts for the group
                 group["step"] = step
 
 

@@ -166,15 +166,13 @@ def _units(
 
 def _of_rollouts(groups: Sequence[Group]) -> dict[str, torch.Tensor]:
     """TokenBatch's values of each rollout: an episode weighs the same however it is split."""
-    rewards = [rollout.reward for group in groups for rollout in group.rollouts]
-    reward_n = [math.nan if reward is None else reward for reward in rewards]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    reward_n = [math.nan if one.reward is None else one.reward for one in rollouts]
     group_n = [number for number, group in enumerate(groups) for _ in group.rollouts]
     return {
         "reward_Q": torch.tensor(reward_n, dtype=torch.float64),
         "group_Q": torch.tensor(group_n, dtype=torch.int64),
-        "server_Q": torch.tensor(
-            [rollout.server for group in groups for rollout in group.rollouts], dtype=torch.int64
-        ),
+        "server_Q": torch.tensor([one.server for one in rollouts], dtype=torch.int64),
     }
 
 

@@ -49,9 +49,7 @@ class Slot:
     end: int
     offset: tuple[int, ...]
     global_shape: tuple[int, ...]
-    # leading axes of the global tensor that the parameter does not have (1 where layers are
-    # stacked)
-    stacked: int
+    stacked: int  # leading axes that the parameter itself lacks: 1 where layers are stacked
 
 
 @dataclass(frozen=True)

@@ -43,22 +43,18 @@ class LatentAttention(MLASelfAttention):
                 setattr(self, name, ReplicatedLinear(split.input_size, split.output_size, config))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        kind: Any = RMSNorm
+        if submodules.linear_kv_up_proj is not ColumnParallelLinear:  # TransformerEngine's own
+            from megatron.core.extensions.transformer_engine import TENorm
+
+            kind = TENorm
+
         def norm(hidden_size: int, config: Any, eps: float) -> nn.Module:
-            kind = _norm_of(submodules)
             return kind(hidden_size=hidden_size, config=config, eps=LATENT_EPS)
 
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
         projections = {name: getattr(submodules, name) for name in names}
         return projections | {"q_layernorm": norm, "kv_layernorm": norm}
-
-
-def _norm_of(submodules: Any) -> Any:
-    """TransformerEngine's norm where the projections are its own."""
-    if submodules.linear_kv_up_proj is ColumnParallelLinear:
-        return RMSNorm
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return TENorm
 
 
 class ReplicatedLinear(nn.Linear):

@@ -260,15 +260,13 @@ def named_parameters(chunks: list[nn.Module]) -> dict[str, Tensor]:
             if marker:
                 local, _, rest = rest.partition(".")
                 layer = layers[int(local)]
-                name = (
-                    f"{prefix}{marker}{layer.layer_number - 1}.{_with_global_expert(rest, layer)}"
-                )
+                rest = _with_global_expert(rest, layer)
+                name = f"{prefix}{marker}{layer.layer_number - 1}.{rest}"
             named[name] = parameter
     return named
 
 
-# An expert's parameter inside a layer: one module per expert, or TransformerEngine's tensor list
-# per matrix.
+# An expert's parameter in a layer: a module per expert, or TransformerEngine's list per matrix.
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(.+)|(linear_fc\d)\.weight(\d+))")
 
 
@@ -312,8 +310,7 @@ def _broadcast(
     return received
 
 
-# TransformerEngine fuses a norm into the next linear layer and names its weight after that
-# layer.
+# TransformerEngine fuses a norm into the next linear layer, whose name its weight then has.
 _FUSED_NORMS = (
     ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
     ("input_layernorm.weight", "self_attention.in_proj.layer_norm_weight"),

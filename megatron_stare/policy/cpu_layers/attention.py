@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_stare.numerics.exchange import to_device
+from megatron_stare.numerics.vocab_shard import compute_dtype
 from megatron_stare.policy.cpu_layers.flash import attend, attend_backward
 from megatron_stare.policy.cpu_layers.spans import Span, Spans
 
@@ -307,7 +308,7 @@ def _send_back(
     outgoing.index_copy_(0, layout.natural_U + local, dv_UGD)
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming, outgoing, group=group)
-    wide = torch.promote_types(incoming.dtype, torch.float32)
+    wide = compute_dtype(incoming)
     total = incoming.unflatten(0, (group.size(), 2, local)).sum(0, dtype=wide).to(incoming.dtype)
     return total[0], total[1]
 
@@ -336,7 +337,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.zero_centered:
-            wide = x.float() if x.dtype in _HALF else x
+            wide = x.to(compute_dtype(x))
             weight = 1 + self.weight.to(wide.dtype)
             return nn.functional.rms_norm(wide, weight.shape, weight, self.eps).to(x.dtype)
         if x.dtype not in _HALF:

@@ -23,17 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_stare.numerics.vocab_shard import compute_dtype
+
 CHUNK = 64  # as in the kernels of flash-linear-attention
 
 
 def normalised(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(sum x^2 + eps) over the last axis, in fp32 at least."""
-    wide = _wide(x)
+    wide = x.to(compute_dtype(x))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def causal_conv1d(
@@ -79,7 +77,7 @@ def gated_delta_rule(
     else:
         bounds = list(itertools.pairwise(cu_seqlens.tolist()))
     token_CL, known_CL, order = _chunks(bounds, q.device)
-    given = [_wide(x.flatten(0, 1)) for x in (q, k, v, g, beta)]
+    given = [x.flatten(0, 1).to(compute_dtype(x)) for x in (q, k, v, g, beta)]
     # Positions after the end of a sequence write nothing and forget nothing.
     q_CHLK, k_CHLK, v_CHLV = (x[token_CL].transpose(1, 2) for x in given[:3])
     g_CHL, beta_CHL = ((x[token_CL] * known_CL[..., None]).transpose(1, 2) for x in given[3:])

@@ -30,6 +30,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron_stare.numerics.vocab_shard import compute_dtype
 from megatron_stare.policy.cpu_layers.spans import Bundle, Spans
 
 _aten = torch.ops.aten
@@ -74,9 +75,7 @@ def attend_backward(
 def _cpu_forward(qkv: Qkv, spans: Spans, scale: float) -> tuple[Tensor, ...]:
     q_NHD = qkv[0]
     out_NHD = torch.empty_like(q_NHD, memory_format=torch.contiguous_format)
-    lse_NH = q_NHD.new_empty(
-        q_NHD.shape[:2], dtype=torch.float32 if q_NHD.dtype in _HALF else q_NHD.dtype
-    )
+    lse_NH = q_NHD.new_empty(q_NHD.shape[:2], dtype=compute_dtype(q_NHD))
     for bundle in spans.squares:
         out, lse = _cpu_call(_read(bundle, qkv), True, scale)
         bundle.queries.write(out_NHD, out)

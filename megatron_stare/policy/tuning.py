@@ -131,14 +131,8 @@ def on_paper(policy: PolicyConfig) -> PolicyConfig:
     which is another one.
     """
     plain = PolicyConfig()
-    return dataclasses.replace(
-        policy,
-        fp8=plain.fp8,
-        recompute_granularity=plain.recompute_granularity,
-        recompute_modules=plain.recompute_modules,
-        batch_invariant=plain.batch_invariant,
-        tuning=plain.tuning,
-    )
+    names = ("fp8", "recompute_granularity", "recompute_modules", "batch_invariant", "tuning")
+    return dataclasses.replace(policy, **{name: getattr(plain, name) for name in names})
 
 
 def fusions(tuning: TuningConfig, hardware: Hardware) -> dict[str, Any]:

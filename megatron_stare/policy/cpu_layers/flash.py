@@ -145,10 +145,7 @@ def _cpu_backward(
 
 
 def _cpu_call_backward(results: list[Tensor], qkv: Qkv, causal: bool, scale: float) -> Qkv:
-    """Gradients of q, k and v [n, L, ...].
-
-    `results`: gradient of the output, the output, log-sum-exp.
-    """
+    """Gradients of q, k, v [n, L, ...]. `results`: the output's gradient, output, log-sum-exp."""
     q_nLHD, k_nLGD, _ = qkv
     dtype = k_nLGD.dtype
     # torch's kernel needs two to six times as long in bf16 for so few rows, and less for 1024

@@ -245,7 +245,7 @@ def _evened(
     hidden_size: int,
     alignment: Alignment,
 ) -> list[list[int]]:
-    """The sequences in exactly `count` micro-batches: of even cost if they fit, or some empty."""
+    """The sequences in exactly `count` micro-batches: of even cost if they fit, else some empty."""
     if alignment.packed:
         together = [sequence for batch in batches for sequence in batch]
         even = _balanced(together, length_n, count, hidden_size)

@@ -126,7 +126,7 @@ def find_format(name: str) -> Format:
 
 
 def check_source(source: Path, format_name: str) -> PretrainedConfig:
-    """The source's config. UserError: a tensor is missing, not finite, or of another shape."""
+    """The source's config. UserError: a tensor is missing, not finite or of another shape."""
     config = read_hf_config(str(source), "SOURCE")
     if getattr(config, "quantization_config", None) or (source / "hf_quant_config.json").is_file():
         raise UserError(f"{source} is quantised already; give the original checkpoint")

@@ -244,7 +244,7 @@ class Checkpoints(CheckpointDirectory):
         return actor_state.into_actor(self.actor, checkpoint)
 
     def _prepare(self, temporary: Path) -> None:
-        """A fresh directory, into which no orphan of an earlier process writes; theirs go."""
+        """A fresh directory that no orphan of an earlier process writes into; leftovers go."""
         for leftover in self.directory.glob(f"{_WRITING}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir(parents=True)

@@ -310,7 +310,7 @@ def _check_divisible(hf: PretrainedConfig, policy: PolicyConfig) -> None:
 
 
 def _check_special_layers(hf: PretrainedConfig, policy: PolicyConfig) -> None:
-    """What layers other than grouped attention and dense MLPs need, and what excludes them."""
+    """The needs of layers other than grouped attention and dense MLPs, and what they exclude."""
     latent = megatron_fields(hf).get("multi_latent_attention", False)
     found = {
         "experts": (any(sparse_layers(hf)), "without which Megatron-Core does not train"),

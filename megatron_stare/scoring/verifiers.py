@@ -12,7 +12,9 @@ from typing import Any
 
 from megatron_stare.scoring.verdict import Verdict, judged, unverifiable
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w])")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w]|-\d)")
+# TeX boxes one character where braces are missing; a model that leaves them out means the number.
+_UNBRACED = re.compile(r"-?\d+(?:[.,]\d+)*|\w")
 _CONNECTOR = re.compile(r"[\s$,;.]*(?:and|or|\\text\{ ?(?:and|or) ?\})?[\s$,;.]*")
 _ANSWER_LINE = re.compile(
     r"^[^\w\n]*(?:the\s+)?(?:final\s+)?answer\b[*_ ]*(?:is[*_ ]*)?[:\uff1a](.*)$", re.I | re.M
@@ -91,8 +93,8 @@ def last_boxed(text: str) -> str | None:
     for match in _BOX.finditer(text):
         if match.start() < previous_end:
             continue  # a box inside a box
-        if text[match.end()] != "{":
-            content, end = text[match.end()], match.end() + 1
+        if bare := _UNBRACED.match(text, match.end()):
+            content, end = bare[0], bare.end()
         else:
             close = closing_brace(text, match.end())
             if close is None:

@@ -119,7 +119,7 @@ def check_arms(config: Config, overrides: Iterable[str]) -> None:
             )
     changed = {item.partition("=")[0].removeprefix("compare.arms.") for item in given}
     for arm in (arm for arm in compared.run or compared.arms if arm not in changed):
-        own = dict(item.split("=", 1) for item in compared.arms.get(arm, ()))
+        own = dict(item.partition("=")[::2] for item in compared.arms.get(arm, ()))
         for item in given:
             key, _, value = item.partition("=")
             if own.get(key, value) != value:

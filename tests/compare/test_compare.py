@@ -96,6 +96,16 @@ def test_a_wrong_list_is_refused_before_any_file_is_made(names: list[str], messa
     assert str(caught.value).startswith(message)
 
 
+def test_an_item_of_an_arm_without_a_value_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Next to an override of the command too, which is compared with every item."""
+    arms = tmp_path / "arms.yaml"
+    arms.write_text("compare: {arms: {a: [foo], b: []}}\n")
+    assert main(["train", str(arms), "train.num_rollout=3", f"run.dir={tmp_path}/run"]) == 2
+    assert "arm a: override 'foo' has no '='" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["compare quickstart --losses stare", "train quickstart"])
 def test_an_override_that_no_arm_would_take_is_refused_with_one_that_does(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

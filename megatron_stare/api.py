@@ -110,7 +110,7 @@ def train(
     ends the run with a checkpoint; in the main thread Ctrl-C and SIGTERM do as well. `force` starts
     the runs of a comparison even if their plans do not fit the GPU.
     """
-    from megatron_stare.compare.compare import compare
+    from megatron_stare.compare.compare import check_load, compare
     from megatron_stare.loop import cold_start, run_directory
     from megatron_stare.loop.interrupt import Interrupt
     from megatron_stare.loop.resolve import check_ahead
@@ -119,11 +119,7 @@ def train(
     from megatron_stare.policy import topology as topologies
     from megatron_stare.reporting.report import keep_report
 
-    if config.compare.arms and load != "latest":
-        raise UserError(
-            f"load={load} names a checkpoint of one run, and this is a comparison; give the "
-            f"directory of one of its runs, e.g. {Path(config.run.dir) / 'seed0'}/ARM"
-        )
+    check_load(config, load)
     _prepare(config)
     with (
         Watchdog(config.run) as watchdog,

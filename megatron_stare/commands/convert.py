@@ -13,6 +13,7 @@ from megatron_stare.loop.resolve import load_tokenizer
 from megatron_stare.policy import build, manifest, model_state
 from megatron_stare.policy import topology as topologies
 from megatron_stare.policy.checkpoints.checkpoints import BEST, LATEST, verify
+from megatron_stare.policy.checkpoints.names import listed
 from megatron_stare.policy.conversion import convert, verification
 from megatron_stare.policy.conversion.gguf import gguf_to_hf
 from megatron_stare.policy.conversion.megatron_files import stored_adapters
@@ -108,7 +109,11 @@ def _source(direction: str, source: Path) -> Path:
             source = pointer.parent / pointer.read_text().partition(" ")[0].strip()
             break
     if not source.is_dir():
-        raise UserError(f"SOURCE {source} is not a directory; give a checkpoint's directory")
+        there = ", ".join(path.name for path in listed(source.parent))
+        others = f" (run.keep_last has left {there})" if there else ""
+        raise UserError(
+            f"SOURCE {source} is not a directory; give a checkpoint's directory{others}"
+        )
     if direction == TO_MEGATRON:
         if model_state.is_distributed(source):
             raise UserError(f"SOURCE {source} is a Megatron checkpoint already; use megatron-to-hf")

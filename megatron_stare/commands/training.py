@@ -49,7 +49,7 @@ def _train(options: argparse.Namespace) -> int:
         config = override(config, [f"compare.seeds=[{options.seeds}]"])
     check_arms(config, options.overrides)
     if options.dry_run:
-        return _dry_run(options.source, config)
+        return _dry_run(options.source, config, options.load)
     return _trained(config, options.load, options.force)
 
 
@@ -74,14 +74,15 @@ def _trained(config: Config, load: str = "latest", force: bool = False) -> int:
     return INTERRUPTED if interrupt.noted == signal.SIGINT and not result.complete else 0
 
 
-def _dry_run(source: str, config: Config) -> int:
-    from megatron_stare.compare.compare import on_paper
+def _dry_run(source: str, config: Config, load: str) -> int:
+    from megatron_stare.compare.compare import check_load, on_paper
     from megatron_stare.debug.dry_run import dry_run
 
     if not is_first_rank():
         return 0  # the first rank checks for all
+    check_load(config, load)
     with tempfile.TemporaryDirectory() as place:
-        faults = dry_run(source, config, on_paper(config, Path(place)))
+        faults = dry_run(source, config, on_paper(config, Path(place)), load)
     return 2 if faults else 0
 
 

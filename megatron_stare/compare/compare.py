@@ -135,6 +135,15 @@ def _one_after_another(
     return failed
 
 
+def check_load(config: Config, load: str) -> None:
+    """UserError: `load` names a checkpoint of one run, and the config is a comparison."""
+    if config.compare.arms and load != "latest":
+        raise UserError(
+            f"load={load} names a checkpoint of one run, and this is a comparison; give the "
+            f"directory of one of its runs, e.g. {Path(config.run.dir) / 'seed0'}/ARM"
+        )
+
+
 def on_paper(config: Config, directory: Path) -> dict[str, Config]:
     """The config of every arm's run, by arm, without running anything; "" is the only run of a
     config without arms. The world is made in `directory`, and the model that the cold start would

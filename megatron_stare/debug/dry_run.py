@@ -37,6 +37,8 @@ from megatron_stare.losses import objective_of
 from megatron_stare.planning.machine import H100, whole_gpu
 from megatron_stare.planning.plan import GIB, fewest_ranks, make_plan
 from megatron_stare.policy import build
+from megatron_stare.policy.checkpoints.checkpoints import BEST, LATEST, LATEST_GOOD
+from megatron_stare.policy.checkpoints.names import listed, require_named
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
 from megatron_stare.policy.huggingface.names import name_table
 from megatron_stare.recipes import Cluster, cluster_of
@@ -45,21 +47,23 @@ from megatron_stare.scoring.judge import EPISODE
 from megatron_stare.scoring.verdict import Sample
 
 
-def dry_run(source: str, config: Config, runs: Mapping[str, Config]) -> int:
+def dry_run(source: str, config: Config, runs: Mapping[str, Config], load: str) -> int:
     """Print one line per check as it is done, and return the number of faults.
 
     `runs`: the runs that `config` would train, by arm (compare.on_paper). The objective is checked
-    for every arm, everything else for the first arm only.
+    for every arm, everything else for the first arm only. `load`: the checkpoint of --load.
     """
     faults = 0
-    for finding in _findings(source, config, runs):
+    for finding in _findings(source, config, runs, load):
         print(finding.line(), flush=True)
         faults += finding.level == "FAIL"
     print("nothing was trained" + (f"; {faults} to be put right" if faults else "; all is ready"))
     return faults
 
 
-def _findings(source: str, config: Config, runs: Mapping[str, Config]) -> Iterator[Finding]:
+def _findings(
+    source: str, config: Config, runs: Mapping[str, Config], load: str
+) -> Iterator[Finding]:
     first = next(iter(runs.values()))
     for arm, run in runs.items():
         yield _look(f"objective{arm and f' of {arm}'}", _objective, run)
@@ -83,6 +87,8 @@ def _findings(source: str, config: Config, runs: Mapping[str, Config]) -> Iterat
     yield from servers(first)
     yield from disk(first, len(runs) * max(1, len(config.compare.seeds)))
     yield _look("run.dir", _place, runs.get("", config), runs)
+    if load not in (LATEST, LATEST_GOOD):
+        yield _look("--load", _load, config, load)
 
 
 def _look(what: str, look: Callable[..., str], *arguments: Any) -> Finding:
@@ -213,3 +219,13 @@ def _place(config: Config, runs: Mapping[str, Config]) -> str:
     changes = run_directory.changes_of(config)
     changed = ", ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changes.items())
     return f"{directory} would be continued" + (f" with {changed}" if changed else "")
+
+
+def _load(config: Config, load: str) -> str:
+    """Check that the run has the checkpoint; its files are read by a start."""
+    directory = Path(config.run.dir) / "checkpoints"
+    if load != BEST:
+        require_named(load, directory, [path.name for path in reversed(listed(directory))])
+    elif not (directory / BEST).is_file():
+        raise UserError(f"--load best: none in {directory}; set run.keep_best")
+    return f"{load} of {directory}"

@@ -24,6 +24,23 @@ def dry(recipe: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> tu
     return code, capsys.readouterr().out.splitlines()
 
 
+def test_the_checkpoint_of_load_has_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, run = tmp_path / "small.yaml", tmp_path / "run"
+    dump(small_config(tmp_path, f"run.dir={run}"), recipe)
+    (run / "checkpoints/step_00000002").mkdir(parents=True)
+    for load, line in (
+        ("step_00000002", f"OK   --load: step_00000002 of {run}/checkpoints"),
+        ("step_00000001", f"not in {run}/checkpoints; there are step_00000002"),
+        ("best", "--load best: none in "),
+    ):
+        code, lines = dry(recipe, capsys, "--load", load)
+        assert line in lines[-2] and code == (2 if lines[-2].startswith("FAIL") else 0), lines
+    assert main(["train", "quickstart", "--dry-run", "--load", "best", f"run.dir={run}"]) == 2
+    assert "load=best names a checkpoint of one run" in capsys.readouterr().err
+
+
 def test_the_dry_run_lists_ready_and_missing_parts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

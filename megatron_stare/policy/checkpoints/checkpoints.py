@@ -32,7 +32,7 @@ from megatron_stare.policy import manifest
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.build import DTYPES
 from megatron_stare.policy.checkpoints import actor_state
-from megatron_stare.policy.checkpoints.names import STEP, listed, step_of
+from megatron_stare.policy.checkpoints.names import STEP, listed, require_named, step_of
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.topology import Topology
 from megatron_stare.system import BestEffort, atomic_write, file_digest, sync_directory
@@ -66,11 +66,7 @@ class CheckpointDirectory:
             if not load:
                 raise UserError(f"--load best: none in {self.directory}; set run.keep_best")
         if load not in (LATEST, LATEST_GOOD):
-            if load not in newest_first:
-                raise UserError(
-                    f"--load {load}: not in {self.directory}; there are "
-                    f"{', '.join(newest_first) or 'none'}"
-                )
+            require_named(load, self.directory, newest_first)
             newest_first = [load]
         for name in newest_first:
             damages = verify(self.directory / name, self.topology)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+
+from megatron_stare.config import UserError
 
 STEP = "step_"
 _NAME = re.compile(rf"{STEP}\d{{8,}}", re.ASCII)
@@ -20,6 +23,13 @@ def listed(directory: Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """The rollout batches that were trained when it was saved."""
     return int(checkpoint.name.removeprefix(STEP))
+
+
+def require_named(load: str, directory: Path, newest_first: Sequence[str]) -> None:
+    """UserError: the checkpoint that --load names is none of these, which the directory has."""
+    if load not in newest_first:
+        there = ", ".join(newest_first) or "none"
+        raise UserError(f"--load {load}: not in {directory}; there are {there}")
 
 
 def checkpoint_before(run: Path, step: int) -> Path | None:

@@ -155,6 +155,13 @@ def test_a_source_without_a_checkpoint_is_refused(source, tmp_path, capsys):
     )
 
 
+def test_a_checkpoint_that_was_removed_is_refused_with_those_that_are_there(tmp_path, capsys):
+    (tmp_path / "checkpoints/step_00000004").mkdir(parents=True)
+    source = str(tmp_path / "checkpoints/step_00000002")
+    command = ["convert", "megatron-to-hf", source, str(tmp_path / "target")]
+    refused(capsys, command, "run.keep_last has left step_00000004")
+
+
 DAMAGES = {
     "a bit flip": lambda d: flip(d / "__0_0.distcp"),
     "a truncated part": lambda d: truncate(d / "__0_0.distcp"),

@@ -136,8 +136,8 @@ class SGLangClient:
 
     async def info(self) -> ServerInfo:
         """The server's description of itself."""
-        server = await self._first("GET", ("/server_info", "/get_server_info"))
-        model = await self._first("GET", ("/model_info", "/get_model_info"))
+        server = await self._described("server_info")
+        model = await self._described("model_info")
         models = await self.call("GET", "/v1/models")
         try:
             longest = int(server["max_req_input_len"]) - 1  # a prompt of that length is refused
@@ -193,7 +193,7 @@ class SGLangClient:
 
         A busy or paused server answers, with its schedulers; a starting or dead one raises.
         """
-        await self._first("GET", ("/server_info", "/get_server_info"), timeout=timeout)
+        await self._described("server_info", timeout)
         try:
             await self.call("GET", "/ready", timeout=timeout)
         except ServerFault as fault:
@@ -368,21 +368,16 @@ class SGLangClient:
         EngineError: the server computes none.
         """
         try:
-            answer = await self.call(
-                "POST", "/weights_checker", {"action": "checksum"}, timeout=timeout
-            )
+            answer = await self.call("POST", "/weights_checker", {"action": "checksum"}, timeout)
+            ranks, why = answer.get("ranks"), "its answer has none"
         except ServerFault as fault:
             if fault.kind != "status":
                 raise
-            raise EngineError(
-                f"{self.url} computes no checksums of its weights ({fault}); upgrade SGLang, or "
-                "set sglang.verify_weights=false and watch logprob_diff"
-            ) from None
-        ranks = answer.get("ranks")
+            ranks, why = None, str(fault)
         if not isinstance(ranks, list) or not ranks:
             raise EngineError(
-                f"{self.url} answered a checksum request without checksums; upgrade SGLang, or set "
-                "sglang.verify_weights=false and watch logprob_diff"
+                f"{self.url} computes no checksums of its weights ({why}); upgrade SGLang, or "
+                "set sglang.verify_weights=false and watch logprob_diff"
             )
         for rank in ranks:  # SGLang 0.5.23 lists a rank's models, the policy first; 0.5.15 has one
             if isinstance(rank["parallelism_info"], list):
@@ -457,17 +452,14 @@ class SGLangClient:
                 "connection", f"{url}: {type(error).__name__} {error}".strip()
             ) from None
 
-    async def _first(
-        self, method: str, paths: tuple[str, ...], timeout: float = QUICK_SECONDS
-    ) -> dict[str, Any]:
-        """The answer of the first of these endpoints that the server has: newer names first."""
-        for path in paths[:-1]:
-            try:
-                return await self.call(method, path, timeout=timeout)
-            except ServerFault as fault:
-                if fault.status != 404:
-                    raise
-        return await self.call(method, paths[-1], timeout=timeout)
+    async def _described(self, name: str, timeout: float = QUICK_SECONDS) -> dict[str, Any]:
+        """The answer to GET /<name>, which older servers call /get_<name>."""
+        try:
+            return await self.call("GET", f"/{name}", timeout=timeout)
+        except ServerFault as fault:
+            if fault.status != 404:
+                raise
+        return await self.call("GET", f"/get_{name}", timeout=timeout)
 
     async def _optional(self, path: str, body: dict[str, Any]) -> None:
         try:

@@ -57,15 +57,23 @@ def save_for_servers(tensors: Mapping[str, Tensor], file: Path) -> None:
     file.chmod(mode)
 
 
-def update_from(path: str, tag: str, *, flush: bool = True) -> dict[str, object]:
-    """The body of a request to load a directory; `flush`: and to empty the prefix cache."""
-    # By default a server uses the format that it was started with: "dummy" would load no weights.
-    return {
-        "model_path": path,
-        "weight_version": tag,
-        "flush_cache": flush,
-        "load_format": "auto",
-    }
+def load_directories(
+    pool: SGLangPool, directories: Mapping[Server, str], tag: str, timeout: float
+) -> None:
+    """Have each server load the weights `tag` from its directory. Returns when all have."""
+    answers = []
+    for server, directory in directories.items():
+        body = {
+            "model_path": directory,
+            "weight_version": tag,
+            "flush_cache": not pool.keeps_cache,
+            # By default a server uses the format that it was started with: "dummy" would load no
+            # weights.
+            "load_format": "auto",
+        }
+        path = "/update_weights_from_disk"
+        answers.append(pool.run(server.client.update_weights(path, body, timeout)))
+    results(answers, timeout)
 
 
 class DiskTransport(Transport):
@@ -101,15 +109,8 @@ class DiskTransport(Transport):
         if tag is None:
             return
         self.files = {}
-        path, timeout = "/update_weights_from_disk", self.settings.sync_timeout
-        body = update_from(str(self.directory), tag, flush=not self.pool.keeps_cache)
-        results(
-            [
-                self.pool.run(server.client.update_weights(path, body, timeout))
-                for server in servers
-            ],
-            timeout,
-        )
+        directories = dict.fromkeys(servers, str(self.directory))
+        load_directories(self.pool, directories, tag, self.settings.sync_timeout)
         self._remove()
 
     def _write(self, bucket: WeightBucket, *, last: bool) -> None:

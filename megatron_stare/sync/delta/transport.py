@@ -25,10 +25,10 @@ from megatron_stare.reporting import heartbeat
 from megatron_stare.rollout.sglang.access import KEY_VARIABLE, api_key
 from megatron_stare.rollout.sglang.pool import SGLangPool
 from megatron_stare.rollout.sglang.server import Server
-from megatron_stare.rollout.sglang.weights import WeightMismatch, results
+from megatron_stare.rollout.sglang.weights import WeightMismatch
 from megatron_stare.sync.delta.encoding import KeptWeights, Table, packed
 from megatron_stare.sync.delta.relay import EXTRA_FILES
-from megatron_stare.sync.disk import update_from
+from megatron_stare.sync.disk import load_directories
 from megatron_stare.sync.weight_sync import ChangedFraction, Transport, WeightBucket
 
 log = logging.getLogger(__name__)
@@ -333,12 +333,9 @@ class RelayTransport(Transport):
             self._sent += link.sent
             if link.mode in ("full", "delta"):
                 link.end(kept.nbytes)
-        path, timeout = "/update_weights_from_disk", self.settings.sync_timeout
-        answers, self._loading = [], True
-        for server in servers:
-            body = update_from(self._of_server[server.name].path, self._tag)
-            answers.append(self.pool.run(server.client.update_weights(path, body, timeout)))
-        results(answers, timeout)
+        directories = {server: self._of_server[server.name].path for server in servers}
+        self._loading = True
+        load_directories(self.pool, directories, self._tag, self.settings.sync_timeout)
         self._loading = False
 
     def _note_rates(self, link: RelayLink, encoded: bool) -> None:

@@ -106,7 +106,7 @@ class Replay:
         self.learner = Learner(self.config, objective, self.actor)
         if checkpoint:
             loop = actor_state.into_actor(self.actor, checkpoint)
-            self.learner.state = loop["loss_state"]
+            self.learner.resume(loop["loss_state"], checkpoint)
 
     def steps(self) -> Iterator[Compared]:
         """Every step from the checkpoint to `step`, computed again."""

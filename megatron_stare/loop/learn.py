@@ -7,12 +7,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from megatron_stare.collect.resampling import OldLogprobs, is_replayed
-from megatron_stare.config import Config, MismatchAlarm, NonFiniteError
+from megatron_stare.config import Config, MismatchAlarm, NonFiniteError, load
 from megatron_stare.loop.diagnostics import EntropyObserver
 from megatron_stare.loop.metrics import (
     Passes,
@@ -29,6 +30,7 @@ from megatron_stare.loop.prepare import (
     place_of,
     require_finite,
 )
+from megatron_stare.loop.run_directory import CONFIG_NAME
 from megatron_stare.losses import Objective
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.adapters import merge_metrics
@@ -77,6 +79,17 @@ class Learner:
     @state.setter
     def state(self, state: dict[str, float]) -> None:
         self.preparer.state = state
+
+    def resume(self, state: dict[str, float], checkpoint: Path) -> None:
+        """Continue with the state that the checkpoint has of the plan. A value that begins at a
+        setting, such as STARE's W at loss.reweight_w, begins there again if the setting is changed.
+        """
+        before, now = load(checkpoint / CONFIG_NAME).loss, self.config.loss
+        self.state = {
+            name: value
+            for name, value in state.items()
+            if getattr(before, name, None) == getattr(now, name, None)
+        }
 
     def start(self, step: int) -> None:
         """Look at the engine before the run's next step, when it has the weights after `step`

@@ -223,7 +223,7 @@ class SavedRun:
         newest = self.checkpoints.find(self.load)
         if newest is not None:
             state = self.checkpoints.load(newest)
-            self.learner.state = state["loss_state"]
+            self.learner.resume(state["loss_state"], newest)
             self.collector.load_state(state["collector"])
             self.progress.load_state(state)
         self.progress.alarms.forget_after(self.progress.written)

@@ -33,6 +33,20 @@ SPREAD = "policy.use_distributed_optimizer=true"
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
+def test_a_changed_w_of_adaptive_stare_applies_to_a_resumed_run(
+    tmp_path: Path, topology: Topology
+) -> None:
+    """M, whose setting is the same, continues."""
+    first = small_config(tmp_path, "train.num_rollout=2")
+    assert Trainer(first, topology).run(Interrupt())
+    changed = small_config(tmp_path, "train.num_rollout=3", "loss.reweight_w=1.4")
+    assert Trainer(changed, topology).run(Interrupt())
+    _, before, after = rows_of(changed)
+    step = changed.loss.alpha
+    assert abs(after["weight_w"] - 1.4) == pytest.approx(step)
+    assert abs(after["weight_m"] - before["weight_m"]) == pytest.approx(step)
+
+
 @pytest.mark.parametrize(
     "kind",
     [

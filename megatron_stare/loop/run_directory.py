@@ -109,7 +109,12 @@ def check_prompts(config: Config, count: int, digest: str) -> None:
     and its rollouts name prompts by their place.
     """
     directory, place = Path(config.run.dir), Path(config.run.dir) / PROMPTS_NAME
-    known = json.loads(place.read_text()) if place.is_file() and has_begun(directory) else {}
+    known: dict[str, Any] = {}
+    if place.is_file() and has_begun(directory):
+        try:
+            known = json.loads(place.read_text())
+        except ValueError as error:
+            raise UserError(f"{place} is damaged ({error}); restore it, or remove it") from None
     if known and known != {"prompts": count, "digest": digest}:
         raise UserError(
             f"{directory} holds a run on other training prompts: {known['prompts']} with digest "

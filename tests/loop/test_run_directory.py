@@ -11,7 +11,14 @@ import pytest
 
 from megatron_stare.config import Config, UserError
 from megatron_stare.loop.interrupt import Interrupt
-from megatron_stare.loop.run_directory import FIXED, HISTORY_NAME, is_fixed, locked
+from megatron_stare.loop.run_directory import (
+    FIXED,
+    HISTORY_NAME,
+    check_prompts,
+    claim_prompts,
+    is_fixed,
+    locked,
+)
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy.topology import Topology
 from tests.small_run import rows_of, small_config
@@ -32,6 +39,16 @@ def test_fixed_settings_are_fields_and_all_others_may_change() -> None:
         "rollout.engine rollout.asynchrony evaluation.eval_interval run.save_interval sglang.port"
     )
     assert not any(is_fixed(key) for key in free.split())
+
+
+def test_a_damaged_digest_of_prompts_is_named(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    run = Path(config.run.dir)
+    claim_prompts(config, 36, "0123456789abcdef")
+    (run / "metrics.jsonl").write_text("{}\n")
+    (run / "prompts.json").write_text('{"prom')
+    with pytest.raises(UserError, match=r"prompts\.json is damaged .*; restore it, or remove it"):
+        check_prompts(config, 36, "0123456789abcdef")
 
 
 @pytest.mark.parametrize(

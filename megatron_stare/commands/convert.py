@@ -12,8 +12,8 @@ from megatron_stare.config import PolicyConfig, UserError
 from megatron_stare.loop.resolve import load_tokenizer
 from megatron_stare.policy import build, manifest, model_state
 from megatron_stare.policy import topology as topologies
-from megatron_stare.policy.checkpoints.checkpoints import BEST, LATEST, verify
-from megatron_stare.policy.checkpoints.names import listed
+from megatron_stare.policy.checkpoints.checkpoints import verify
+from megatron_stare.policy.checkpoints.names import BEST, LATEST, listed
 from megatron_stare.policy.conversion import convert, verification
 from megatron_stare.policy.conversion.gguf import gguf_to_hf
 from megatron_stare.policy.conversion.megatron_files import stored_adapters
@@ -110,7 +110,7 @@ def _source(direction: str, source: Path) -> Path:
             break
     if not source.is_dir():
         there = ", ".join(path.name for path in listed(source.parent))
-        others = f" (run.keep_last has left {there})" if there else ""
+        others = f"; there are {there}" if there else ""
         raise UserError(
             f"SOURCE {source} is not a directory; give a checkpoint's directory{others}"
         )

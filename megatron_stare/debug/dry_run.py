@@ -37,8 +37,14 @@ from megatron_stare.losses import objective_of
 from megatron_stare.planning.machine import H100, whole_gpu
 from megatron_stare.planning.plan import GIB, fewest_ranks, make_plan
 from megatron_stare.policy import build
-from megatron_stare.policy.checkpoints.checkpoints import BEST, LATEST, LATEST_GOOD
-from megatron_stare.policy.checkpoints.names import listed, require_named
+from megatron_stare.policy.checkpoints.names import (
+    BEST,
+    LATEST,
+    LATEST_GOOD,
+    best_in,
+    listed,
+    require_named,
+)
 from megatron_stare.policy.huggingface.checkpoint import Checkpoint, check_agreement
 from megatron_stare.policy.huggingface.names import name_table
 from megatron_stare.recipes import Cluster, cluster_of
@@ -224,8 +230,6 @@ def _place(config: Config, runs: Mapping[str, Config]) -> str:
 def _load(config: Config, load: str) -> str:
     """Check that the run has the checkpoint; its files are read by a start."""
     directory = Path(config.run.dir) / "checkpoints"
-    if load != BEST:
-        require_named(load, directory, [path.name for path in reversed(listed(directory))])
-    elif not (directory / BEST).is_file():
-        raise UserError(f"--load best: none in {directory}; set run.keep_best")
-    return f"{load} of {directory}"
+    name = best_in(directory)[0] if load == BEST else load
+    require_named(load, name, directory, [path.name for path in reversed(listed(directory))])
+    return f"{name} of {directory}"

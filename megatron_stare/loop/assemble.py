@@ -34,8 +34,8 @@ from megatron_stare.loop.resolve import environments, load_tokenizer, offered_to
 from megatron_stare.policy import build, model_state, runtime
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.adapters import check as check_adapters
-from megatron_stare.policy.checkpoints.checkpoints import LATEST, CheckpointDirectory
-from megatron_stare.policy.checkpoints.names import step_of
+from megatron_stare.policy.checkpoints.checkpoints import CheckpointDirectory
+from megatron_stare.policy.checkpoints.names import LATEST, step_of
 from megatron_stare.policy.model import PolicyModel
 from megatron_stare.policy.topology import Topology, agreed
 from megatron_stare.records import Prompt

@@ -26,7 +26,8 @@ from megatron_stare.loop import run_directory
 from megatron_stare.loop.alarms import Alarms
 from megatron_stare.loop.learn import Learner
 from megatron_stare.policy.actor import Actor
-from megatron_stare.policy.checkpoints.checkpoints import LATEST, Checkpoints
+from megatron_stare.policy.checkpoints.checkpoints import Checkpoints
+from megatron_stare.policy.checkpoints.names import LATEST
 from megatron_stare.policy.topology import Topology
 from megatron_stare.records import Group
 from megatron_stare.reporting import heartbeat

@@ -15,7 +15,7 @@ from megatron_stare.loop.prepare import target_of
 from megatron_stare.loop.progress import FATAL, Progress, SavedRun
 from megatron_stare.loop.record import Recorder
 from megatron_stare.policy.actor import Actor
-from megatron_stare.policy.checkpoints.checkpoints import LATEST
+from megatron_stare.policy.checkpoints.names import LATEST
 from megatron_stare.policy.huggingface.shape import shape_of
 from megatron_stare.policy.topology import Topology
 from megatron_stare.reporting.heartbeat import phase

@@ -47,7 +47,7 @@ def test_a_run_leaves_neither_threads_nor_its_model(tmp_path: Path) -> None:
         directory = tmp_path / str(number)
         directory.mkdir()
         api.train(small_config(directory, "train.num_rollout=1"))
-        left = models()  # it takes a while, in which the threads that were ended end
+        left = models()  # counted first: meanwhile the threads that were stopped end
         counts.append((threads(), left))
     first, *later = counts
     assert first[1] == others

@@ -32,12 +32,20 @@ from megatron_stare.policy import manifest
 from megatron_stare.policy.actor import Actor
 from megatron_stare.policy.build import DTYPES
 from megatron_stare.policy.checkpoints import actor_state
-from megatron_stare.policy.checkpoints.names import STEP, listed, require_named, step_of
+from megatron_stare.policy.checkpoints.names import (
+    BEST,
+    LATEST,
+    LATEST_GOOD,
+    STEP,
+    best_in,
+    listed,
+    require_named,
+    step_of,
+)
 from megatron_stare.policy.huggingface import files as hf_files
 from megatron_stare.policy.topology import Topology
 from megatron_stare.system import BestEffort, atomic_write, file_digest, sync_directory
 
-LATEST, LATEST_GOOD, BEST = "latest", "latest-good", "best"
 _WRITING, _SET_ASIDE = ".writing_", "set_aside_"
 _FOLLOWED = "load_followed"  # the Slurm job and the attempt of it that began with this --load
 
@@ -62,11 +70,9 @@ class CheckpointDirectory:
             load = self.topology.gather(self._unless_followed(load))[0]
         asked, newest_first = load, self._names()
         if load == BEST:
-            load = self.topology.gather(self._best()[0])[0]
-            if not load:
-                raise UserError(f"--load best: none in {self.directory}; set run.keep_best")
+            load = self.topology.gather(best_in(self.directory)[0])[0]
         if load not in (LATEST, LATEST_GOOD):
-            require_named(load, self.directory, newest_first)
+            require_named(asked, load, self.directory, newest_first)
             newest_first = [load]
         for name in newest_first:
             damages = verify(self.directory / name, self.topology)
@@ -103,16 +109,6 @@ class CheckpointDirectory:
                 f"{pointer} names {named}, which is missing; put it back or remove {pointer}"
             )
         return names
-
-    def _best(self) -> tuple[str, float, str]:
-        """The best checkpoint so far, its value of run.keep_best, and that metric; "" where there
-        is none, or none any longer.
-        """
-        pointer = self.directory / BEST
-        if not pointer.is_file():
-            return "", 0.0, ""
-        name, value, metric = pointer.read_text().split(maxsplit=2)
-        return (name if (self.directory / name).is_dir() else ""), float(value), metric
 
     def _claim(self, name: str, load: str) -> None:
         """Make it the newest, which `load` asked for. UserError: the directory is not writable."""
@@ -240,7 +236,7 @@ class Checkpoints(CheckpointDirectory):
         return actor_state.into_actor(self.actor, checkpoint)
 
     def _prepare(self, temporary: Path) -> None:
-        """A fresh directory that no orphan of an earlier process writes into; leftovers go."""
+        """Make a directory that no orphan of an earlier process writes into; remove leftovers."""
         for leftover in self.directory.glob(f"{_WRITING}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -265,7 +261,7 @@ class Checkpoints(CheckpointDirectory):
 
     def _best_with(self, name: str, value: float | None) -> str:
         """The name of the best checkpoint, which this new one of `value` may be now."""
-        best, highest, metric = self._best()
+        best, highest, metric = best_in(self.directory)
         if metric != self.config.keep_best or best == name:  # the latter: of one that was set aside
             best = ""
         if value is not None and (not best or value > highest):

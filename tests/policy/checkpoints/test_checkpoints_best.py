@@ -11,6 +11,7 @@ from megatron_stare.config import Config, UserError
 from megatron_stare.loop.interrupt import Interrupt
 from megatron_stare.loop.trainer import Trainer
 from megatron_stare.policy import topology as topologies
+from megatron_stare.policy.checkpoints.names import best_in
 from megatron_stare.policy.topology import Topology
 from tests.policy.checkpoints.test_checkpoints import saved
 from tests.small_run import rows_of, small_config
@@ -73,6 +74,13 @@ def test_the_best_checkpoint_is_kept_and_taken_on_request(
     assert saved(plain) == ["best", "latest", "step_00000011"]
     with pytest.raises(UserError, match=r"--load best: none in .*checkpoints; set run\.keep_best"):
         Trainer(plain, topology, load="best").run(Interrupt())
+
+
+@pytest.mark.parametrize("content", ["", "step_00000002", "step_00000002 high metric"])
+def test_a_damaged_pointer_to_the_best_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "best").write_text(content)
+    with pytest.raises(UserError, match=r"best is damaged \(.*\); remove it"):
+        best_in(tmp_path)
 
 
 def test_a_run_continues_from_its_best_checkpoint(

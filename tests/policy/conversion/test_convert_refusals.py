@@ -159,7 +159,7 @@ def test_a_checkpoint_that_was_removed_is_refused_with_those_that_are_there(tmp_
     (tmp_path / "checkpoints/step_00000004").mkdir(parents=True)
     source = str(tmp_path / "checkpoints/step_00000002")
     command = ["convert", "megatron-to-hf", source, str(tmp_path / "target")]
-    refused(capsys, command, "run.keep_last has left step_00000004")
+    refused(capsys, command, "there are step_00000004")
 
 
 DAMAGES = {

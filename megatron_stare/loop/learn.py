@@ -81,8 +81,9 @@ class Learner:
         self.preparer.state = state
 
     def resume(self, state: dict[str, float], checkpoint: Path) -> None:
-        """Continue with the state that the checkpoint has of the plan. A value that begins at a
-        setting, such as STARE's W at loss.reweight_w, begins there again if the setting is changed.
+        """Continue with the plan's state of the checkpoint. A value with the name of a setting of
+        `loss` starts at it, as STARE's W does at loss.reweight_w; it starts there again if the
+        setting has changed since.
         """
         before, now = load(checkpoint / CONFIG_NAME).loss, self.config.loss
         self.state = {

@@ -32,7 +32,7 @@ HEADER = ("case", "published", "planned before", "planned", "planned / published
 TRAINED = "policy.dtype=bf16 policy.use_distributed_optimizer=true "
 GRPO = TRAINED + "rollout.engine=sglang loss.kl_loss_coef=0.01 data.rollout_max_prompt_len=512 "
 COLOCATED = "sglang.colocated=true sglang.sync_method=tensor policy.offload_while_generating=true "
-GPU_BYTES = 81559 * 2**20  # of an H100, which vLLM's shares are of; a plan counts with less
+GPU_BYTES = 81559 * 2**20  # an H100's memory, of which vLLM takes its share; plans assume less
 OFF = "rollout.asynchrony=one_step_off "
 STAGES_235B = (
     "policy.pipeline_model_parallel_size=8 policy.num_layers_in_first_pipeline_stage=11 "
